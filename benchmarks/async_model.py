@@ -39,7 +39,7 @@ def measured(setting: str, load: Load, seconds: float) -> dict[str, Any]:
         setting,
     ]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def parts_of(load: Load, quick: dict[str, Any]) -> Parts:

@@ -65,10 +65,14 @@ SHAPE: dict[str, Any] = {
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 4} for name in ("gptj", "codegen")},
-    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{name: {"index_topk": 12} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")},  # shorter than rows
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "llama4_text": {"attention_chunk_size": 12, "floor_scale": 8},
     "mamba2": {"num_heads": 8, "expand": 2, "n_groups": 1},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "zaya": {"num_experts_per_tok": 1},
 }

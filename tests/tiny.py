@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -33,7 +34,7 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 SENTENCES = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
-FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
+FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig, "gpt_oss": GptOssConfig}
 
 
 def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:
@@ -141,8 +142,9 @@ def with_exact_norms(model: Any) -> Any:
     """transformers' RMSNorm rounds to float32 even in a float64 model: a difference of 1e-16 before it may be 1e-8 after it."""
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        variance = hidden.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
+        variance, is_gemma = hidden.pow(2).mean(-1, keepdim=True), hasattr(self, "eps")
+        epsilon = self.eps if is_gemma else self.variance_epsilon
+        return (self.weight + is_gemma) * hidden * torch.rsqrt(variance + epsilon)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

@@ -1,6 +1,7 @@
 """GRPO on GSM8K with a real 135M model on one GPU: does it answer more held-out questions, by more than its error?
 
-    python -m benchmarks.real_runs.grpo_gsm8k MODEL GSM8K_FOLDER OUTPUT [--steps 100]
+    python -m benchmarks.real_runs.grpo_gsm8k MODEL GSM8K_FOLDER OUTPUT [--steps 100] [--sft OTHER_OUTPUT/sft]
+        [--option async_rollouts=true async_lead=1]
 
 GSM8K_FOLDER holds train.jsonl and test.jsonl with `question` and `answer`. A model of this size answers next to nothing of GSM8K as
 it comes and does not know where its answer belongs, so SFT on the training answers comes first; what is compared is before and
@@ -21,6 +22,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from benchmarks.given_options import options_of
 from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 
@@ -49,7 +51,9 @@ def question(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def fine_tuned(words: argparse.Namespace, rows: list[dict[str, str]], common: dict[str, Any]) -> str:
-    """SFT on the training answers; where the model was saved."""
+    """SFT on the training answers, unless an earlier run has done it; where the model was saved."""
+    if words.sft is not None:
+        return words.sft
     data = [{"prompt": question(row), "completion": [{"role": "assistant", "content": row["answer"]}]} for row in rows]
     config = SFTConfig(
         output_dir=f"{words.output}/sft",
@@ -124,20 +128,20 @@ def grpo_trainer(
     words: argparse.Namespace, model: str, rows: list[dict[str, str]], common: dict[str, Any]
 ) -> GRPOTrainer:
     data = [{"prompt": question(row), "answer": number_after_mark(row["answer"])} for row in rows]
-    config = GRPOConfig(
-        output_dir=f"{words.output}/grpo",
-        max_steps=words.steps,
-        per_device_train_batch_size=min(words.samples, 256),
-        gradient_accumulation_steps=max(words.samples // 256, 1),
-        num_generations=words.group,
-        max_completion_length=COMPLETION,
-        learning_rate=words.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
-        logging_steps=1,
-        log_completions=False,
-        **common,
-    )
+    options = {
+        "output_dir": f"{words.output}/grpo",
+        "max_steps": words.steps,
+        "per_device_train_batch_size": min(words.samples, 256),
+        "gradient_accumulation_steps": max(words.samples // 256, 1),
+        "num_generations": words.group,
+        "max_completion_length": COMPLETION,
+        "learning_rate": words.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "logging_steps": 1,
+        "log_completions": False,
+    }
+    config = GRPOConfig(**options | common | options_of(words.option))
     ends = [EndsAfter(words.seconds)] if words.seconds else []
     return GRPOTrainer(model, correct, config, train_dataset=Dataset.from_list(data), callbacks=ends)
 
@@ -153,6 +157,8 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--sft-epochs", type=float, default=2)
+    parser.add_argument("--sft", metavar="FOLDER", help="a model after SFT, such as OUTPUT/sft of an earlier run")
+    parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="further options of GRPOConfig")
     parser.add_argument("--rows", type=int, help="of train.jsonl; all by default")
     parser.add_argument("--held-out", type=int, help="rows of test.jsonl; all by default")
     words = parser.parse_args()

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer
 
-HELD_OUT = 32
+HELD_OUT, ANSWERS = 32, 4
 
 
 def answers_with_the_sum(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
@@ -39,12 +39,34 @@ def rows(pairs: list[tuple[int, int]]) -> Dataset:
 
 
 def evaluate(trainer: GRPOTrainer, name: str) -> tuple[float, float]:
-    """Mean reward over the held-out sums, four answers each, and its standard error."""
-    found = trainer.evaluate()
+    """Mean reward over the held-out sums, several answers each, and its standard error."""
+    found, answers = trainer.evaluate(), trainer.args.num_generations_eval
     mean, deviation = found["eval_reward"], found["eval_rewards/answers_with_the_sum/std"]
-    error = deviation / math.sqrt(HELD_OUT * 4)
-    print(f"{name}: reward {mean:.3f} +- {error:.3f} on {HELD_OUT} held-out sums, 4 answers each", flush=True)
+    error = deviation / math.sqrt(HELD_OUT * answers)
+    print(f"{name}: reward {mean:.3f} +- {error:.3f} on {HELD_OUT} held-out sums, {answers} answers each", flush=True)
     return mean, error
+
+
+def sums_trainer(model: str, **options: Any) -> GRPOTrainer:
+    pairs = sorted(
+        ((a, b) for a in range(2, 20) for b in range(2, 20)), key=lambda pair: hash((pair[0] * 7919, pair[1]))
+    )
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 32,
+        "num_generations": 8,
+        "num_generations_eval": ANSWERS,
+        "per_device_eval_batch_size": 32,
+        "max_completion_length": 10,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "log_completions": False,
+    }
+    data = {"train_dataset": rows(pairs[HELD_OUT:]), "eval_dataset": rows(pairs[:HELD_OUT])}
+    return GRPOTrainer(model, answers_with_the_sum, GRPOConfig(**common | options), **data)
 
 
 def main() -> None:
@@ -53,31 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="runs/grpo-sums")
     words = parser.parse_args()
-    pairs = sorted(
-        ((a, b) for a in range(2, 20) for b in range(2, 20)), key=lambda pair: hash((pair[0] * 7919, pair[1]))
-    )
-    trainer = GRPOTrainer(
-        words.model,
-        answers_with_the_sum,
-        GRPOConfig(
-            output_dir=words.output,
-            max_steps=words.steps,
-            per_device_train_batch_size=32,
-            num_generations=8,
-            num_generations_eval=4,
-            per_device_eval_batch_size=32,
-            max_completion_length=10,
-            learning_rate=1e-5,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            log_completions=False,
-        ),
-        train_dataset=rows(pairs[HELD_OUT:]),
-        eval_dataset=rows(pairs[:HELD_OUT]),
-    )
+    trainer = sums_trainer(words.model, output_dir=words.output, max_steps=words.steps)
     before = evaluate(trainer, "before")
     began = time.monotonic()
     trainer.train()

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.given_options import options_of
 from benchmarks.speed import report
 from benchmarks.speed.rollout_row import ORDER as WAYS
 from benchmarks.speed.rows import GUARDS, ROWS
@@ -67,18 +68,6 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for logs, plans and profiles; by default that of --out")
     parser.add_argument("--render", type=Path, nargs="+", help="print the table of these results and stop")
     return parser.parse_args(given)
-
-
-def options_of(pairs: list[str]) -> dict[str, Any]:
-    """OPTION=VALUE with values as JSON, or as text where they are not."""
-    made = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        try:
-            made[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except ValueError:
-            made[name] = value
-    return made
 
 
 def versions() -> dict[str, str]:

@@ -1,19 +1,21 @@
 """Steps on rows with images: SFT, DPO and GRPO of Qwen2.5-VL-3B's shape with random weights. Run by `whole_step.py`.
 
-A row shows one image, whose sides are log-normal between 224 and 1600 pixels, and asks one question; answers have 16 to 256
-tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries decode,
-resize and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128
-tokens, which each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned:
-bfloat16, checkpoints (without them four rows of SFT, or two pairs, do not fit), workers, `max_length=None`, fused AdamW; of SFT
-and DPO it is given half of a step's rows, as it comes a quarter, since it takes micro-batches in turn. `tuned flash` is TRL tuned
-with our attention in the tower, as flash-attn would give it, which is not at hand here, and Liger in SFT. `ours checkpoints` has
-TRL's checkpoints and micro-batches. `--tiny` is the model of the tests, with small images. TRL's GRPO fails on prompts of
-different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences), so all images of GRPO have 600
-x 600 pixels. `ours padded` and `ours unshared` are ours without ragged batches and without shared prompts.
+A row shows one image, whose sides are log-normal between 224 and 1600 pixels, and asks one question; answers have 16 to
+256 tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries
+decode, resize and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight
+completions of 128 tokens, which each library writes itself. TRL as it comes has float32 weights, checkpoints and no
+workers for its data; tuned: bfloat16, checkpoints (without them four rows of SFT, or two pairs, do not fit), workers,
+`max_length=None`, fused AdamW; of SFT and DPO it is given half of a step's rows, as it comes a quarter, since it takes
+micro-batches in turn. `tuned flash` is TRL tuned with our attention in the tower, as flash-attn would give it, which is
+not at hand here, and Liger in SFT. `ours checkpoints` has TRL's checkpoints and micro-batches. `--tiny` is the model of
+the tests, with small images. TRL's GRPO fails on prompts of different lengths with this family (transformers 5.19;
+`image-uneven-prompts` in the differences), so all images of GRPO have 600 x 600 pixels. `lora` has adapters of rank 16
+on all projections of the language model. `ours padded` and `ours unshared` are ours without ragged batches and without
+shared prompts.
 
-`update_seconds` of GRPO are those of a step without the writing and paying of completions. `first_loss` is that of the same rows
-and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of SFT in several micro-batches is a
-mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
+`update_seconds` of GRPO are those of a step without the writing and paying of completions. `first_loss` is that of the
+same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of SFT in several
+micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from PIL import Image
 
 from posttrain.data.vision.families import FAMILIES
@@ -36,6 +39,7 @@ from tests import tiny_vision
 
 WRITES = "_generate_and_score_completions"
 FAMILY, ANSWER_TOKENS, WRITTEN, GROUP = "qwen2_5_vl", (16, 256), 128, 8
+ADAPTED = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 NAMES = {"sft_images": "SFT", "dpo_images": "DPO", "grpo_images": "GRPO"}
 ROWS = {"sft_images": 64, "dpo_images": 32, "grpo_images": 64}
 SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
@@ -46,6 +50,8 @@ SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
         "default": [{"samples": 16, "micro": 8}, {"samples": 16, "micro": 4}],
         "ours checkpoints": [{"samples": 64, "micro": 8}],
         "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "ours lora": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
+        "tuned flash lora": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}],
     },
     "dpo_images": {
         "ours": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
@@ -136,9 +142,11 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
         made |= {"max_length": None}
     if method == "sft_images":
         made |= {"completion_only_loss": True}
-    if setting in ("tuned", "tuned flash", "ours checkpoints"):  # TRL without: not even four rows, or two pairs, fit
+    if (
+        setting.startswith("tuned") or setting == "ours checkpoints"
+    ):  # TRL without: not even four rows, or two pairs, fit
         made |= {"gradient_checkpointing": on_gpu}
-    if (method, setting) == ("sft_images", "tuned flash"):
+    if method == "sft_images" and setting.startswith("tuned flash"):
         made |= {"use_liger_kernel": on_gpu}
     if setting in ("ours padded", "ours unshared") and method != "sft_images":
         made |= {"share_prompts": False}
@@ -159,10 +167,12 @@ def trainer_of(
     library = importlib.import_module("posttrain" if setting.startswith("ours") else "trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, processor = model_and_processor(is_tiny, dtype, device)
-    if setting == "tuned flash":
+    if setting.startswith("tuned flash"):
         install_tower_attention(model.model, FAMILIES[FAMILY])
     config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
     more = {"reward_funcs": length_reward} if method == "grpo_images" else {}
+    if setting.endswith("lora"):
+        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED, task_type="CAUSAL_LM")
     if method == "dpo_images" and not setting.startswith("ours"):  # TRL would look for its reference on the hub
         more["ref_model"] = copy.deepcopy(model)
     return getattr(library, f"{NAMES[method]}Trainer")(

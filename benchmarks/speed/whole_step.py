@@ -43,7 +43,6 @@ COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS, **image_step
 EPOCHS, GROUP = 4, 8
 WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2, **dict.fromkeys(image_step.ROWS, 2)}
 """Steps before those that are timed. (On images only ours compiles; TRL, whose steps take a minute there, warms up for one.)"""
-TRL_SETTINGS = ("tuned", "tuned flash", "default")
 TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4, **dict.fromkeys(image_step.ROWS, 1)}
 NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
 SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -173,7 +172,7 @@ def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
 def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row = row_of(method, is_tiny)
-    warm_up = 1 if method in image_step.ROWS and setting in TRL_SETTINGS else WARM_UP[method]
+    warm_up = 1 if method in image_step.ROWS and not setting.startswith("ours") else WARM_UP[method]
     with tempfile.TemporaryDirectory() as output:
         if method in image_step.ROWS:
             options = shared_options(row, method, setting, sizes, output)
@@ -267,7 +266,7 @@ def main() -> None:
     if asked.trl_path:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(asked.trl_path.resolve()), os.environ.get("PYTHONPATH", "")])
     for setting in asked.settings:
-        timed = 1 if setting in TRL_SETTINGS else asked.timed
+        timed = asked.timed if setting.startswith(("ours", "matched")) else 1
         one_setting(asked.method, setting, timed, asked.tiny, asked.out)
     if asked.out.exists():
         print(asked.out.read_text(encoding="utf-8"))

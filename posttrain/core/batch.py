@@ -46,13 +46,11 @@ class SharedPrefixes:
 class BatchImages:
     """The images of a batch. Each distinct one is encoded once, however many samples show it."""
 
-    encoder: dict[
-        str, Tensor
-    ]  # arguments of the image encoder: pixels of the distinct images, end to end, and their grids
+    # arguments of the image encoder: pixels of the distinct images, end to end, and their grids
+    encoder: dict[str, Tensor]
     tiles: tuple[int, ...]  # rows of the pixels that belong to each distinct image
-    shown: tuple[
-        int, ...
-    ]  # number of the distinct image at each place, in the order in which the places lie in the batch
+    # number of the distinct image at each place, in the order in which the places lie in the batch
+    shown: tuple[int, ...]
     placeholders: tuple[int, ...]  # tokens at each of these places that stand for a feature of its image
     token_types: Tensor | None = None  # (rows, width) 1 where a feature of an image stands, for families that ask
     blocks: Tensor | None = None  # (rows, width) int32: tokens of a number above -1 see each other whole

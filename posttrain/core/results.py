@@ -16,9 +16,8 @@ class TokenScores:
 
     logps: Tensor | None = None  # (N,) log-prob of each trained token; detached when only `nll_sum` was asked for
     nll_sum: Tensor | None = None  # () differentiable sum of -logps, when the loss is a plain sum
-    stats: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # name -> (N,) or (N, K); detached, unless asked for otherwise
+    # name -> (N,) or (N, K); detached, unless asked for otherwise
+    stats: dict[str, Tensor] = field(default_factory=dict)
     aux_loss: Tensor | None = None  # () load-balancing loss of a mixture of experts
     rewards: Tensor | None = None  # (S,) from a sequence head
     values: Tensor | None = None  # (N,) from a head at the positions that predict the trained tokens

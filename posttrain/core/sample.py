@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class ImageSpan:
     grid: tuple[int, ...]  # see `VisionFamily.grid_of`
     draw: int | None = None  # seeds the augmentation of this image in this batch; None: it is shown as it is
 
-    def moved(self, by: int) -> ImageSpan:
+    def moved(self, by: int) -> Self:
         return replace(self, start=self.start + by, stop=self.stop + by)
 
 
@@ -42,9 +42,8 @@ class Sample:
     row: int = -1  # number of the dataset row it came from
     group: int = -1  # samples of one prompt share a group
     policy_version: int = -1  # version of the weights that wrote it, for rollouts
-    twin: Sample | None = (
-        None  # another sequence about the same thing, which is scored beside this one and never trained
-    )
+    # another sequence about the same thing, which is scored beside this one and never trained
+    twin: Sample | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = np.asarray(self.input_ids, dtype=np.int32)

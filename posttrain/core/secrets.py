@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -161,12 +162,18 @@ def private_opener(path: str, flags: int) -> int:
     return descriptor
 
 
-def write_whole(path: Path, text: str, private: bool = True) -> None:
-    """Write a small file whole or not at all, `private`ly or for whoever may read its folder."""
-    part = path.with_name(f".{path.name}.part")
+def write_whole(path: Path, content: str | bytes | memoryview, private: bool = True, durable: bool = False) -> None:
+    """Write a small file whole or not at all, also where others write the same, `private`ly or for whoever may read its folder.
+
+    `durable`: it is on the disk, and not only with the system, before this returns.
+    """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with open(part, "w", encoding="utf-8", opener=private_opener if private else None) as file:
-            file.write(text)
+        with open(part, "wb", opener=private_opener if private else None) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

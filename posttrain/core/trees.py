@@ -57,9 +57,8 @@ def tree_to_bytes(tree: Any) -> bytes:
     """The length of the JSON, the JSON, the tensors."""
     tensors: dict[str, Tensor] = {}
     head = json.dumps(take_tensors(tree, "", tensors)).encode()
-    return (
-        len(head).to_bytes(LENGTH, "big") + head + tensor_bytes({name: t.contiguous() for name, t in tensors.items()})
-    )
+    content = tensor_bytes({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return len(head).to_bytes(LENGTH, "big") + head + content
 
 
 def tree_from_bytes(content: bytes) -> Any:

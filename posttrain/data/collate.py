@@ -236,9 +236,8 @@ def _twins(
     if alone:
         raise ValueError(f"The sample of row {alone[0].row} has no twin, and others of its batch have one.")
     pad_token_id, pixels = how
-    return collate(
-        [tuple(sample.twin for sample in unit) for unit in units], roles, layout, pad_token_id, multiple, pixels
-    )
+    twins = [tuple(sample.twin for sample in unit) for unit in units]
+    return collate(twins, roles, layout, pad_token_id, multiple, pixels)
 
 
 @dataclass

@@ -137,24 +137,18 @@ def read_ahead(batches: Iterator[Any], depth: int = BATCHES_AHEAD) -> Iterator[A
             thread.shutdown(cancel_futures=True)
 
 
+@dataclass(eq=False)
 class StreamBatches(IterableDataset):
     """Batches of this process from a stream of units: every process reads the stream, each keeps its own share of rows."""
 
-    def __init__(
-        self,
-        units: Iterable[Unit],
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        collate: Callable[..., Any],
-        accumulation: int = 1,
-        arrange: Callable[[list[Unit]], list[Unit]] = list,
-        reads_ahead: bool = True,
-    ) -> None:
-        """`arrange` is given the units of a whole optimizer step, of all processes. `reads_ahead`: by a thread."""
-        self.reads_ahead = reads_ahead
-        self.units, self.batch_size, self.rank, self.world_size = units, batch_size, rank, world_size
-        self.collate, self.accumulation, self.arrange = collate, accumulation, arrange
+    units: Iterable[Unit]
+    batch_size: int
+    rank: int
+    world_size: int
+    collate: Callable[..., Any]
+    accumulation: int = 1
+    arrange: Callable[[list[Unit]], list[Unit]] = list  # given the units of a whole optimizer step, of all processes
+    reads_ahead: bool = True  # by a thread
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.units, "set_epoch"):

@@ -6,6 +6,7 @@ The only caller of an image processor on real pictures, which it is handed decod
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,18 @@ class PixelLoader:
     def share_datasets(self, other: PixelLoader) -> None:
         """Find images where another loader, of another model, finds them."""
         self._datasets = other._datasets
+
+    def without_datasets(self) -> PixelLoader:
+        """For a process that is sent spans as `carrying` makes them."""
+        made = copy.copy(self)
+        made._datasets = []
+        return made
+
+    def carrying(self, images: Sequence[ImageSpan]) -> tuple[StreamedSpan, ...]:
+        """The spans with their images, undecoded; one that is shown twice is one object, which pickle sends once."""
+        found = {image.key: self.source(image) for image in images}
+        found = {key: (source.carried(), where) for key, (source, where) in found.items()}
+        return tuple(StreamedSpan.of(i, found[i.key][0], found[i.key][0].limits, found[i.key][1]) for i in images)
 
     def load(self, images: Sequence[ImageSpan]) -> Tensors:
         """Arguments of the model's image encoder for these images, end to end."""

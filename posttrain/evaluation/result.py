@@ -159,9 +159,8 @@ class EvalResult:
         judged_totals = answers.totals[judged]
         is_share = bool(len(judged_totals)) and bool(np.isin(judged_totals, (0.0, 1.0)).all())
         picked = self._picked()
-        shares = {name for name in columns if name != REWARD or is_share} | {
-            n for n in picked if is_share and n != GAIN
-        }
+        shares = {name for name in columns if name != REWARD or is_share}
+        shares |= {name for name in picked if is_share and name != GAIN}
         return estimates(columns | picked, shares, samples == 1, self.spec.seed)
 
     def _picked(self) -> dict[str, np.ndarray]:

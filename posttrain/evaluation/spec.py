@@ -77,6 +77,7 @@ class EvalSpec:
         if self.best_of is not None and self.samples == 1:
             self.samples = self.best_of
         weights_fit = self.reward_weights is None or len(self.reward_weights) == len(self.reward)
+        picks = self.select_by is not None
         for key, holds, wanted in (
             ("name", NAME.fullmatch(self.name) is not None, "a word of letters, digits and . @ + - _"),
             ("reward", len(self.reward) > 0, "at least one reward"),
@@ -84,11 +85,7 @@ class EvalSpec:
             ("samples", self.samples == 1 or self.temperature > 0, "1 at temperature 0, where all answers are equal"),
             ("best_of", self.best_of is None or self.best_of >= 2, "at least 2"),
             ("samples", self.best_of in (None, self.samples), "left out, or `best_of`"),
-            (
-                "select_by",
-                (self.select_by is None) == (self.best_of is None),
-                "given where `best_of` is, and only there",
-            ),
+            ("select_by", picks == (self.best_of is not None), "given where `best_of` is, and only there"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("limit", self.limit is None or self.limit >= 1, "at least 1"),
             ("every", self.every is None or self.every >= 1, "at least 1"),

@@ -179,9 +179,8 @@ def write_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     writer.add_tokenizer_pre(pre_tokenizer_name(description))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in description["model"]["merges"]]
-    )
+    merges = description["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     for kind in ("bos", "eos", "pad", "unk"):
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:

@@ -18,6 +18,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ class MergeConfig:
     base_model_path: str | None = None  # ties, dare_ties: what differences are taken from. None: the policy
     policy_model_weight: float | None = None  # linear: 0.5; ties, dare_ties: 1
     target_model_weight: float | None = None
-    policy_model_density: Numbers = field(
-        default_factory=lambda: [1.0, 0.7, 0.1]
-    )  # ties, dare_ties: share that is kept
+    # ties, dare_ties: share that is kept
+    policy_model_density: Numbers = field(default_factory=lambda: [1.0, 0.7, 0.1])
     target_model_density: Numbers = field(default_factory=lambda: [1.0])
     normalize: float = 1.0  # ties, dare_ties: divide by the weights of those that agree. 0: do not
     t_values: Numbers = 0.5  # slerp: 0 is the policy, 1 the target
@@ -66,11 +66,9 @@ class MergeConfig:
         """ValueError for numbers without meaning; asked again before a merge, since scripts set attributes later."""
         if self.method not in MERGES:
             raise ValueError(f"The merge method {self.method!r} is unknown; take one of {', '.join(MERGES)}.")
-        for name, low, high in (
-            ("policy_model_density", 0, 1), ("target_model_density", 0, 1), ("t_values", 0, 1),
-        ):  # fmt: skip
-            if not all(low <= number <= high for number in _listed(getattr(self, name))):
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must lie between {low} and {high}.")
+        for name in ("policy_model_density", "target_model_density", "t_values"):
+            if not all(0 <= number <= 1 for number in _listed(getattr(self, name))):
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must lie between 0 and 1.")
         if self.method == "linear" and self.weights[0] + self.weights[1] == 0:
             raise ValueError("The weights of policy and target add up to 0: there is no mean of them.")
 
@@ -198,16 +196,13 @@ def slerp(config: MergeConfig, place: Place, policy: Tensor, target: Tensor) -> 
     return float(np.sin((1 - t) * angle) / np.sin(angle)) * policy + float(np.sin(t * angle) / np.sin(angle)) * target
 
 
-def ties(config: MergeConfig, place: Place, policy: Tensor, target: Tensor, base: Tensor | None = None) -> Tensor:
-    return _agreed(config, place, policy, target, base, largest)
-
-
-def dare_ties(config: MergeConfig, place: Place, policy: Tensor, target: Tensor, base: Tensor | None = None) -> Tensor:
-    return _agreed(config, place, policy, target, base, at_random)
-
-
-def _agreed(
-    config: MergeConfig, place: Place, policy: Tensor, target: Tensor, base: Tensor | None, thin: Callable[..., Tensor]
+def agreed(
+    thin: Callable[..., Tensor],
+    config: MergeConfig,
+    place: Place,
+    policy: Tensor,
+    target: Tensor,
+    base: Tensor | None = None,
 ) -> Tensor:
     """base + sum of w tau over the models whose tau has the sign of the weighted sum, divided by their weights."""
     base = policy if base is None else base
@@ -247,7 +242,9 @@ def at_random(difference: Tensor, density: float, seed: int) -> Tensor:
     return (difference / density).where(drawn < density, 0)
 
 
-MERGES: dict[str, Callable[..., Tensor]] = {"linear": linear, "slerp": slerp, "ties": ties, "dare_ties": dare_ties}
+MERGES: dict[str, Callable[..., Tensor]] = {
+    "linear": linear, "slerp": slerp, "ties": partial(agreed, largest), "dare_ties": partial(agreed, at_random),
+}  # fmt: skip
 
 
 def _depth(name: str, layers: int) -> float:

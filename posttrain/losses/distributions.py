@@ -152,9 +152,8 @@ def support(
             return found[0], None
         theirs, ours = found
         is_theirs = torch.zeros_like(student_logps, dtype=torch.bool).scatter_(-1, theirs, True)
-        return torch.cat(found, -1), torch.cat(
-            [torch.ones_like(theirs, dtype=torch.bool), ~is_theirs.gather(-1, ours)], -1
-        )
+        is_new = ~is_theirs.gather(-1, ours)
+        return torch.cat(found, -1), torch.cat([torch.ones_like(theirs, dtype=torch.bool), is_new], -1)
 
 
 def on_support(

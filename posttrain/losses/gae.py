@@ -44,9 +44,8 @@ def generalised_advantages(
     if not len(rewards):
         return rewards, values
     sizes = counts.tolist()
-    r, v = (
-        pad_sequence(list(torch.split(x, sizes)), batch_first=True) for x in (rewards, values)
-    )  # zeros after the end
+    # zeros after the end
+    r, v = (pad_sequence(list(torch.split(x, sizes)), batch_first=True) for x in (rewards, values))
     following = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
     advantages = r + gamma * following - v
     for t in range(advantages.shape[1] - 2, -1, -1):

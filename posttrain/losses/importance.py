@@ -77,12 +77,16 @@ def sampling_metrics(
 
     The effective sample size is one number, of this batch. `sampling/kl` estimates
     KL(sampler || trainer) by k3. The effective sample size (sum w)^2 / (n sum w^2) of the unbounded ratios is the
-    share of the batch that is left after weighting; 1 where the two agree.
+    share of the batch that is left after weighting; 1 where the two agree. This and the masked share are reported for the longest
+    quarter of the completions as well, where a rule that is too strict shows first: the ratio of a completion is a product.
     """
     log_ratios = _known_difference(old_logps, sampling_logps)
     ratios = _ratios(old_logps, sampling_logps, batch, mode)
     ratios = ratios[: batch.num_samples] if CORRECTION_MODES[mode].per_sequence else ratios
     weights = _bounded(ratios, mode, clip_min, clip_max)
+    is_long = batch.counts >= batch.counts.topk(-(-len(batch.counts) // 4)).values[-1]
+    is_long = is_long[: batch.num_samples] if CORRECTION_MODES[mode].per_sequence else batch.expand(is_long)
+    masked_share = (weights == 0).to(weights.dtype)
     return {
         "sampling/sampling_logp_difference/mean": log_ratios.abs(),
         "sampling/sampling_logp_difference/max": highest(log_ratios.abs()),
@@ -90,18 +94,22 @@ def sampling_metrics(
         "sampling/importance_sampling_ratio/min": lowest(weights),
         "sampling/importance_sampling_ratio/mean": weights,
         "sampling/importance_sampling_ratio/max": highest(weights),
-        "sampling/masked_share": (weights == 0).to(weights.dtype),
+        "sampling/masked_share": masked_share,
+        "sampling/masked_share/longest_quarter": masked_share.masked_fill(~is_long, float("nan")),
         "sampling/effective_sample_size": effective_sample_size(ratios),
+        "sampling/effective_sample_size/longest_quarter": effective_sample_size(ratios, is_long),
     }
 
 
-def effective_sample_size(ratios: Tensor) -> Tensor:
-    """(1,) (sum w)^2 / (n sum w^2), between 1 / n and 1; empty for no ratios."""
+def effective_sample_size(ratios: Tensor, counted: Tensor | None = None) -> Tensor:
+    """(1,) (sum w)^2 / (n sum w^2) of the n ratios that are `counted` (all), between 1 / n and 1; empty for no ratios."""
     if len(ratios) == 0:
         return ratios
     smallest = torch.finfo(ratios.dtype).tiny
+    number = len(ratios) if counted is None else counted.sum()
+    ratios = ratios if counted is None else ratios * counted
     scaled = ratios / ratios.max().clamp(min=smallest)  # squares must not overflow
-    share = scaled.sum() ** 2 / (len(scaled) * (scaled**2).sum().clamp(min=smallest))
+    share = scaled.sum() ** 2 / (number * (scaled**2).sum().clamp(min=smallest))
     return share.reshape(1)
 
 

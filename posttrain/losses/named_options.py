@@ -35,13 +35,10 @@ def call(function: Callable[..., Any], *inputs: Any, options: Any) -> Any:
 
 
 def unused_options(
-    functions: Iterable[Callable[..., Any]],
-    all_loss_options: Iterable[str],
-    set_by_user: Iterable[str],
-    inputs: int = 1,
+    functions: Iterable[Callable[..., Any]], all_loss_options: Iterable[str], set_by_user: Iterable[str]
 ) -> list[str]:
     """Loss options that the user set and none of the chosen `functions` takes, sorted; the trainer raises for them."""
-    taken = set().union(*(options_taken(function, inputs) for function in functions))
+    taken = set().union(*(options_taken(function) for function in functions))
     return sorted((set(all_loss_options) & set(set_by_user)) - taken)
 
 

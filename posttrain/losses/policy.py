@@ -39,12 +39,10 @@ class PolicyTokens:
     advantages: Tensor  # (N,)
     correction: Tensor | None = None  # (N,) weight of trainer against sampler, detached: see losses/importance
     keep: Tensor | None = None  # (N,) bool or numbers: tokens that have a part in the policy term
-    sampling_logps: Tensor | None = (
-        None  # (N,) under the distribution that it was drawn from; NaN: not known. None: old
-    )
-    likeliest: tuple[Tensor, Tensor] | None = (
-        None  # (N, k) twice, of the sampler's k likeliest tokens: its log-probs, ours
-    )
+    # (N,) under the distribution that it was drawn from; NaN: not known. None: old
+    sampling_logps: Tensor | None = None
+    # (N, k) twice, of the sampler's k likeliest tokens: its log-probs, ours
+    likeliest: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def sequence_advantages(self) -> Tensor:

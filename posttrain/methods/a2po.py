@@ -104,12 +104,10 @@ class A2POTrainer(OnlineTrainer):
 
     method, title = "a2po", "A*-PO: policy optimisation with the optimal value of each prompt"
     paper = Paper(
-        "brantley2025accelerating",
-        "Accelerating RL for LLM Reasoning with Optimal Advantage Regression",
+        "brantley2025accelerating", "Accelerating RL for LLM Reasoning with Optimal Advantage Regression",
         "Brantley, Kiant{\\'e} and Chen, Mingyu and Gao, Zhaolin and Lee, Jason D. and Sun, Wen and others",
-        2025,
-        "2505.20686",
-    )
+        2025, "2505.20686",
+    )  # fmt: skip
     config_class = A2POConfig
     needs_old_logps = False
     values: dict[str, Tensor] | None = None  # of every row: V* (NaN: unknown), and whether it is trained on
@@ -233,11 +231,8 @@ class A2POTrainer(OnlineTrainer):
         if not (self.args.should_save and self.is_in_train):
             return
         path = Path(self.args.output_dir) / VALUES_FILE
-        kept = {
-            "identity": asdict(self.identity()),
-            "failures": failures,
-            **{name: v.tolist() for name, v in values.items()},
-        }
+        kept = {"identity": asdict(self.identity()), "failures": failures}
+        kept |= {name: v.tolist() for name, v in values.items()}
         with best_effort(
             f"{path}, without which a run that is resumed before its first checkpoint estimates V* again,"
         ):

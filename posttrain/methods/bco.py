@@ -81,12 +81,10 @@ class BCOTrainer(UnpairedTrainer):
 
     method, title = "bco", "binary classifier optimisation"
     paper = Paper(
-        "jung2024binary",
-        "Binary Classifier Optimization for Large Language Model Alignment",
+        "jung2024binary", "Binary Classifier Optimization for Large Language Model Alignment",
         "Jung, Seungjae and Han, Gunsoo and Nam, Daniel Wontae and On, Kyoung-Woon",
-        2024,
-        "2404.04656",
-    )
+        2024, "2404.04656",
+    )  # fmt: skip
     config_class = BCOConfig
 
     def __init__(
@@ -134,9 +132,8 @@ class BCOTrainer(UnpairedTrainer):
         """Add the rewards of the last step, over all processes. Collective."""
         mine = [0.0] * 4 if self._pending is None else self._pending.tolist()
         self._pending = None
-        self.rewards = RunningRewards(
-            tuple(old + over_processes(new, self.args) for old, new in zip(self.rewards.sums, mine))
-        )
+        sums = zip(self.rewards.sums, mine)
+        self.rewards = RunningRewards(tuple(old + over_processes(new, self.args) for old, new in sums))
 
     def _remember(self, rewards: Tensor, wanted: Tensor) -> None:
         sides = [part for side in (wanted, ~wanted) for part in ((rewards * side).sum(), side.sum())]

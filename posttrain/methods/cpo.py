@@ -56,10 +56,8 @@ class CPOTrainer(ReferenceFreePairTrainer):
         "xu2024contrastive",
         "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
         "Xu, Haoran and Sharaf, Amr and Chen, Yunmo and others",
-        2024,
-        "2401.08417",
-        "International Conference on Machine Learning",
-    )
+        2024, "2401.08417", "International Conference on Machine Learning",
+    )  # fmt: skip
     config_class = CPOConfig
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:

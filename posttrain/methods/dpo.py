@@ -32,13 +32,10 @@ class DPOTrainer(PreferenceLosses, PairTrainer):
     method, title = "dpo", "direct preference optimisation"
     shares_rows = True
     paper = Paper(
-        "rafailov2023direct",
-        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "rafailov2023direct", "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
         "Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and Manning, Christopher D. and Ermon, Stefano and Finn, Chelsea",
-        2023,
-        "2305.18290",
-        "Advances in Neural Information Processing Systems 36",
-    )
+        2023, "2305.18290", "Advances in Neural Information Processing Systems 36",
+    )  # fmt: skip
     config_class = DPOConfig
 
     def __init__(

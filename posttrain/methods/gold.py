@@ -131,13 +131,10 @@ class GOLDTrainer(RowsDistillingTrainer):
 
     method, title = "gold", "general online logit distillation"
     paper = Paper(
-        "boizard2025uld",
-        "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
+        "boizard2025uld", "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
         "Boizard, Nicolas and El Haddad, Kevin and Hudelot, C\\'eline and Colombo, Pierre",
-        2025,
-        "2402.12030",
-        "Transactions on Machine Learning Research",
-    )
+        2025, "2402.12030", "Transactions on Machine Learning Research",
+    )  # fmt: skip
     config_class = GOLDConfig
 
     # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
@@ -212,9 +209,8 @@ class GOLDTrainer(RowsDistillingTrainer):
         """The same completion in the teacher's tokens, behind the teacher's own rendering of the prompt, as the sample's twin."""
         sample, start = rollout.sample, rollout.prompt_length
         pieces = [self._student_bytes.get(int(token), b"") for token in sample.input_ids[start:]]
-        written = max(
-            (place for place, piece in enumerate(pieces, 1) if piece), default=0
-        )  # without the tokens that end it
+        # without the tokens that end it
+        written = max((place for place, piece in enumerate(pieces, 1) if piece), default=0)
         text = b"".join(pieces).decode("utf-8", "replace")
         (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
         kwargs = rollout.columns.get("chat_template_kwargs")
@@ -283,14 +279,8 @@ class GOLDTrainer(RowsDistillingTrainer):
         if not args.use_uld_loss:
             return made
         line = "sum_i |sort(p)_i - sort(q)_i|, mean over the places of a completion where a token begins on both sides"
-        names = (
-            (
-                "p, q",
-                f"student and teacher at temperatures {number(args.uld_student_temperature)} and "
-                f"{number(args.uld_teacher_temperature)}",
-            ),
-            *made.names[1:],
-        )
+        heats = " and ".join(map(number, (args.uld_student_temperature, args.uld_teacher_temperature)))
+        names = (("p, q", f"student and teacher at temperatures {heats}"), *made.names[1:])
         terms = [f"{number(args.uld_distillation_weight)} * {line}"]
         if args.uld_crossentropy_weight:
             terms.append(f"{number(args.uld_crossentropy_weight)} * sum_t -log p(y_t)")

@@ -151,12 +151,10 @@ class IWOPDTrainer(ServedDistillingTrainer, RowsDistillingTrainer):
 
     method, title = "iw_opd", "importance-weighted on-policy distillation"
     paper = Paper(
-        "xie2026position",
-        "On the Position Bias of On-Policy Distillation",
+        "xie2026position", "On the Position Bias of On-Policy Distillation",
         "Xie, Yan and Zhu, Sijie and Wen, Tiansheng and Chen, Bo and Wang, Yifei",
-        2026,
-        "2606.22600",
-    )
+        2026, "2606.22600",
+    )  # fmt: skip
     config_class = IWOPDConfig
 
     @property

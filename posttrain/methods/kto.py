@@ -53,13 +53,10 @@ class KTOTrainer(UnpairedTrainer):
 
     method, title = "kto", "Kahneman-Tversky optimisation"
     paper = Paper(
-        "ethayarajh2024kto",
-        "KTO: Model Alignment as Prospect Theoretic Optimization",
+        "ethayarajh2024kto", "KTO: Model Alignment as Prospect Theoretic Optimization",
         "Ethayarajh, Kawin and Xu, Winnie and Muennighoff, Niklas and Jurafsky, Dan and Kiela, Douwe",
-        2024,
-        "2402.01306",
-        "International Conference on Machine Learning",
-    )
+        2024, "2402.01306", "International Conference on Machine Learning",
+    )  # fmt: skip
     config_class = KTOConfig
     divergence = 0.0
 

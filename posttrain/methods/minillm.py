@@ -99,13 +99,10 @@ class MiniLLMTrainer(TaughtTrainer, PolicyGroupTrainer):
 
     method, title = "minillm", "MiniLLM"
     paper = Paper(
-        "gu2024minillm",
-        "MiniLLM: Knowledge Distillation of Large Language Models",
+        "gu2024minillm", "MiniLLM: Knowledge Distillation of Large Language Models",
         "Gu, Yuxian and Dong, Li and Wei, Furu and Huang, Minlie",
-        2024,
-        "2306.08543",
-        "International Conference on Learning Representations",
-    )
+        2024, "2306.08543", "International Conference on Learning Representations",
+    )  # fmt: skip
     config_class = MiniLLMConfig
     needs_rewards = False
 

@@ -17,7 +17,8 @@ from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Unit
 from posttrain.losses.formulas import Formula, Totals, number
 from posttrain.rollout.collector import GroupTable
-from posttrain.rollout.rollout import ADVANTAGES, MIXTURE, POLICY, Request, Rollout
+from posttrain.rollout.feed.pacing import IN_ORDER
+from posttrain.rollout.rollout import ADVANTAGES, MIXTURE, OLD_LOGPS, POLICY, Request, Rollout
 from posttrain.trainer.online_pair_trainer import ENDED, SCORE, ComparedConfig, ComparedTrainer
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
@@ -84,6 +85,11 @@ class NashMDConfig(ComparedConfig):
         for value in values_of(self.mixture_coef):
             check_range("mixture_coef", value, 0, 1)
         check_choice("kl_level", self.kl_level, tuple(KL_LEVELS))
+        if self.trains_on_older_tokens and self.async_order == IN_ORDER and len(values_of(self.mixture_coef)) > 1:
+            raise ValueError(
+                "`mixture_coef` changes from epoch to epoch, and a mixture that writes ahead takes that of the epoch in which it "
+                "writes: `async_order='in_order'`, which depends on no time, needs one value, or `async_lead=0`."
+            )
 
 
 class NashMDTrainer(ComparedTrainer):
@@ -95,13 +101,10 @@ class NashMDTrainer(ComparedTrainer):
 
     method, title = "nash_md", "Nash learning from human feedback"
     paper = Paper(
-        "munos2024nash",
-        "Nash Learning from Human Feedback",
+        "munos2024nash", "Nash Learning from Human Feedback",
         "Munos, R{\\'e}mi and Valko, Michal and Calandriello, Daniele and Azar, Mohammad Gheshlaghi and others",
-        2024,
-        "2312.00886",
-        "International Conference on Machine Learning",
-    )
+        2024, "2312.00886", "International Conference on Machine Learning",
+    )  # fmt: skip
     config_class = NashMDConfig
     token_stats: ClassVar[tuple[str, ...]] = ()
 
@@ -176,7 +179,9 @@ class NashMDTrainer(ComparedTrainer):
         ratios = (logps - reference.logps).detach()
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
         divergence = KL_LEVELS[self.args.kl_level](batch, ratios)
-        values = batch.sequence_sum((beta * divergence - advantages) * logps)
+        weights = self.age_weights(batch, batch.per_token.get(OLD_LOGPS, logps.detach()))
+        values = (beta * divergence - advantages) * logps
+        values = batch.sequence_sum(values if weights is None else values * weights)
         return LossOutput(
             values, per="sequence", metrics=self._metrics(batch, logps.detach(), ratios, advantages, beta)
         )

@@ -18,10 +18,8 @@ class OnlineDPOTrainer(OnlinePairTrainer):
 
     method, title = "online_dpo", "online direct preference optimisation"
     paper = Paper(
-        "guo2024direct",
-        "Direct Language Model Alignment from Online AI Feedback",
+        "guo2024direct", "Direct Language Model Alignment from Online AI Feedback",
         "Guo, Shangmin and Zhang, Biao and Liu, Tianlin and Liu, Tianqi and Khalman, Misha and others",
-        2024,
-        "2402.04792",
-    )
+        2024, "2402.04792",
+    )  # fmt: skip
     config_class = OnlineDPOConfig

@@ -24,8 +24,7 @@ class ORPOConfig(OlderPairOptions, SharedPromptsConfig, ImageConfig, BaseConfig)
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     beta: float = option(0.1, "Weight of the odds ratio beside the nll: the paper's lambda.")
     prompt_nll: bool = option(
-        True,
-        "The nll runs over the prompt, too, as in the authors' code. False: the answer only.",
+        True, "The nll runs over the prompt, too, as in the authors' code. False: the answer only."
     )
 
     def __post_init__(self) -> None:
@@ -39,13 +38,10 @@ class ORPOTrainer(ReferenceFreePairTrainer):
     method, title = "orpo", "odds ratio preference optimisation"
     shares_rows = True
     paper = Paper(
-        "hong2024orpo",
-        "ORPO: Monolithic Preference Optimization without Reference Model",
+        "hong2024orpo", "ORPO: Monolithic Preference Optimization without Reference Model",
         "Hong, Jiwoo and Lee, Noah and Thorne, James",
-        2024,
-        "2403.07691",
-        "Conference on Empirical Methods in Natural Language Processing",
-    )
+        2024, "2403.07691", "Conference on Empirical Methods in Natural Language Processing",
+    )  # fmt: skip
     config_class = ORPOConfig
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:

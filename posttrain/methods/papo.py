@@ -65,12 +65,10 @@ class PAPOTrainer(PolicyGroupTrainer):
 
     method, title = "papo", "perception-aware policy optimisation"
     paper = Paper(
-        "wang2025perception",
-        "Perception-Aware Policy Optimization for Multimodal Reasoning",
+        "wang2025perception", "Perception-Aware Policy Optimization for Multimodal Reasoning",
         "Wang, Zhenhailong and Guo, Xuehang and Stoica, Sofia and others",
-        2025,
-        "2507.06448",
-    )
+        2025, "2507.06448",
+    )  # fmt: skip
     config_class = PAPOConfig
     graphs = 2  # of the picture and of the masked one
 
@@ -110,13 +108,8 @@ class PAPOTrainer(PolicyGroupTrainer):
         found = super().score(model, batch, tuple(dict.fromkeys((*stats, "entropy"))))
         has_gradient = self.args.der_loss_weight2 != 0 and torch.is_grad_enabled()
         wanted = {"differentiable_stats" if has_gradient else "stats": ("entropy",)}
-        masked = score_tokens(
-            model,
-            batch if batch.twin is None else batch.twin,
-            temperature=self.args.temperature,
-            **wanted,
-            **self.scoring_options(),
-        )
+        twin, heat = batch if batch.twin is None else batch.twin, self.args.temperature
+        masked = score_tokens(model, twin, temperature=heat, **wanted, **self.scoring_options())
         seen = {f"{MASKED}logps": masked.logps, f"{MASKED}entropy": masked.stats["entropy"]}
         return replace(found, stats=found.stats | seen)
 

@@ -49,14 +49,13 @@ class PPOTrainer(OnlineTrainer):
 
     method, title = "ppo", "proximal policy optimisation"
     paper = Paper(
-        "schulman2017proximal",
-        "Proximal Policy Optimization Algorithms",
+        "schulman2017proximal", "Proximal Policy Optimization Algorithms",
         "Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg",
-        2017,
-        "1707.06347",
-    )
+        2017, "1707.06347",
+    )  # fmt: skip
     config_class = PPOConfig
     formats = (PROMPT_ONLY, TOKENISED_PROMPT)
+    needs_old_logps = True
 
     def __init__(
         self,
@@ -174,10 +173,6 @@ class PPOTrainer(OnlineTrainer):
     def stop_ids(self) -> tuple[int, ...]:
         more = self.args.stop_token_id
         return super().stop_ids if more is None else tuple(dict.fromkeys((*super().stop_ids, more)))
-
-    @property
-    def needs_old_logps(self) -> bool:
-        return True
 
     def annotated(self, rollouts: list[Rollout]) -> None:
         for sample in [rollout.sample for rollout in rollouts]:

@@ -49,13 +49,11 @@ class PRMTrainer(BaseTrainer):
 
     method, title = "prm", "process reward modelling"
     paper = Paper(
-        "uesato2022solving",
-        "Solving Math Word Problems With Process- and Outcome-Based Feedback",
+        "uesato2022solving", "Solving Math Word Problems With Process- and Outcome-Based Feedback",
         "Uesato, Jonathan and Kushman, Nate and Kumar, Ramana and Song, Francis and Siegel, Noah and Wang, Lisa and "
         "Creswell, Antonia and Irving, Geoffrey and Higgins, Irina",
-        2022,
-        "2211.14275",
-    )
+        2022, "2211.14275",
+    )  # fmt: skip
     config_class = PRMConfig
     formats = (STEPWISE, TOKENISED_STEPWISE)
     roles = ("text",)
@@ -110,11 +108,9 @@ class PRMTrainer(BaseTrainer):
 
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
+        where = f"the last token of {args.step_separator!r} after a step"
         names = (
-            (
-                "p",
-                f"softmax(head(h))[1], with h the hidden state at the last token of {args.step_separator!r} after a step",
-            ),
+            ("p", f"softmax(head(h))[1], with h the hidden state at {where}"),
             ("label", "1 for a good step, 0 for a bad one"),
         )
         divided = f"sum over judged tokens / {totals['tokens']} judged tokens of the optimizer step"

@@ -45,13 +45,10 @@ class RewardTrainer(BaseTrainer):
 
     method, title = "reward", "reward modelling"
     paper = Paper(
-        "ouyang2022training",
-        "Training language models to follow instructions with human feedback",
+        "ouyang2022training", "Training language models to follow instructions with human feedback",
         "Ouyang, Long and Wu, Jeff and Jiang, Xu and others",
-        2022,
-        "2203.02155",
-        "Advances in Neural Information Processing Systems 35",
-    )
+        2022, "2203.02155", "Advances in Neural Information Processing Systems 35",
+    )  # fmt: skip
     config_class = RewardConfig
     formats = (SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE)
     roles = ("chosen", "rejected")
@@ -64,9 +61,8 @@ class RewardTrainer(BaseTrainer):
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         chosen, rejected = (batch.role(policy.rewards, name) for name in self.roles)
         margin = batch.scalars.get("margin")
-        terms = [
-            LossTerm(bradley_terry(chosen, rejected, None if margin is None else batch.role(margin, "chosen")), "unit")
-        ]
+        margin = None if margin is None else batch.role(margin, "chosen")
+        terms = [LossTerm(bradley_terry(chosen, rejected, margin), "unit")]
         if self.args.center_rewards_coefficient:
             terms.append(LossTerm(centring(chosen, rejected), "unit", self.args.center_rewards_coefficient))
         return LossOutput(terms, metrics=reward_metrics(chosen, rejected))

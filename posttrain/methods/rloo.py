@@ -64,11 +64,10 @@ class RLOOTrainer(OnlineTrainer):
         "ahmadian2024back",
         "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
         "Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and others",
-        2024,
-        "2402.14740",
-        "Annual Meeting of the Association for Computational Linguistics",
-    )
+        2024, "2402.14740", "Annual Meeting of the Association for Computational Linguistics",
+    )  # fmt: skip
     config_class = RLOOConfig
+    runs_under_deepspeed = True
 
     @property
     def needs_old_logps(self) -> bool:
@@ -110,11 +109,8 @@ class RLOOTrainer(OnlineTrainer):
     def formula(cls, args: Any, totals: Totals) -> Formula:
         advantage = filled(ADVANTAGE_FORMULAS["rloo"], {"others": args.num_generations - 1})
         made = policy_formula("rloo", args, totals, advantage)
-        clipped = (
-            "reward"
-            if args.reward_clip_range is None
-            else f"clip(reward, {args.reward_clip_range[0]}, {args.reward_clip_range[1]})"
-        )
+        clip = args.reward_clip_range
+        clipped = "reward" if clip is None else f"clip(reward, {clip[0]}, {clip[1]})"
         bound = None if args.kl_clip is None else number(args.kl_clip)
         divergence = "log(p_old / p_ref)" if bound is None else f"clip(log(p_old / p_ref), -{bound}, {bound})"
         penalty = f" - {number(args.beta)} * sum_t({divergence})" if args.beta else ""

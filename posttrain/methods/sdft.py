@@ -10,8 +10,10 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample
+from posttrain.data.render.byte_decoding import text_decoder
+from posttrain.data.render.renderer import Renderer
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams
-from posttrain.rollout.episodes.episode import SingleTurn
+from posttrain.rollout.episodes.episode import Decode, SingleTurn
 from posttrain.rollout.episodes.writing import MakeEpisodes
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request, Rollout
@@ -25,6 +27,7 @@ from posttrain.trainer.self_distilling_trainer import (
     SelfTaughtTrainer,
     fill,
     shown,
+    teacher_sample,
     text_of,
 )
 
@@ -64,6 +67,13 @@ def check_context(context: Any, row: int) -> None:
         )
 
 
+def teacher_prompt(template: str, prompt: Any, columns: dict[str, Any], row: int) -> Any:
+    """The prompt with the context of its row in it."""
+    context = columns.get(PRIVILEGED)
+    check_context(context, row)
+    return shown(prompt, lambda text: fill(template, {"prompt": text, PRIVILEGED: text_of(context)}), row)
+
+
 class TaughtTurn(SingleTurn):
     """The engine continues the teacher's prompt; the rollout has the student's."""
 
@@ -76,17 +86,36 @@ class TaughtTurn(SingleTurn):
         return replace(super().prompt(), ids=one.input_ids, images=one.images, positions=one.positions)
 
 
+@dataclass(frozen=True)
+class TaughtTurns:
+    """Makes them. It has what it needs and not the trainer: worker processes are sent it."""
+
+    renderer: Renderer
+    template: str
+    context: int | None  # tokens that the model can read
+    decode: Decode
+
+    def __call__(
+        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
+    ) -> list[TaughtTurn]:
+        room = None if self.context is None else self.context - params.max_tokens
+        made: dict[int, Sample] = {}
+        for row in rows:
+            if row.row not in made:
+                prompt = teacher_prompt(self.template, row.prompt, row.columns, row.row)
+                made[row.row] = teacher_sample(self.renderer, prompt, row.columns, row.row, room, row.images)
+        return [TaughtTurn(row, request, self.decode, made[row.row]) for row, request in zip(rows, requests)]
+
+
 class SDFTTrainer(SelfTaughtTrainer, SelfDistillingTrainer):
     """SDFT (arXiv:2601.19897): on its own completions the model is compared with itself that has seen a demonstration."""
 
     method, title = "sdft", "self-distillation fine-tuning"
     paper = Paper(
-        "shenfeld2026self",
-        "Self-Distillation Enables Continual Learning",
+        "shenfeld2026self", "Self-Distillation Enables Continual Learning",
         'Shenfeld, Idan and Damani, Mehul and H{\\"u}botter, Jonas and Agrawal, Pulkit',
-        2026,
-        "2601.19897",
-    )
+        2026, "2601.19897",
+    )  # fmt: skip
     config_class = SDFTConfig
 
     # ---- what the teacher is shown -----------------------------------------------------------------------------------
@@ -105,33 +134,19 @@ class SDFTTrainer(SelfTaughtTrainer, SelfDistillingTrainer):
             check_context(context, row)
         return super()._prepared(dataset, name)
 
-    def teacher_prompt(self, prompt: Any, columns: dict[str, Any], row: int) -> Any:
-        """The prompt with the context of its row in it."""
-        context = columns.get(PRIVILEGED)
-        check_context(context, row)
-        template = self.args.teacher_prompt_template
-        return shown(prompt, lambda text: fill(template, {"prompt": text, PRIVILEGED: text_of(context)}), row)
-
     def make_episodes(self) -> MakeEpisodes | None:
-        return self._taught_turns if self.args.generate_from_teacher else None
-
-    def _taught_turns(
-        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
-    ) -> list[TaughtTurn]:
-        room, made = self.room_beside(params.max_tokens), {}
-        for row in rows:
-            if row.row not in made:
-                prompt = self.teacher_prompt(row.prompt, row.columns, row.row)
-                made[row.row] = self.teacher_sample(prompt, row.columns, row.row, room, row.images)
-        decode = self.collector.writer.decode
-        return [TaughtTurn(row, request, decode, made[row.row]) for row, request in zip(rows, requests)]
+        if not self.args.generate_from_teacher:
+            return None
+        decode = text_decoder(self.renderer.tokenizer)
+        return TaughtTurns(self.renderer, self.args.teacher_prompt_template, self.room_beside(0), decode)
 
     def spread(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
             if not rollout.masked:
                 start, sample = rollout.prompt_length, rollout.sample
                 sample.trained[start : start + self.args.num_loss_tokens_to_skip] = False
-                self.attach_twin(rollout, self.teacher_prompt(rollout.prompt, rollout.columns, sample.row))
+                template = self.args.teacher_prompt_template
+                self.attach_twin(rollout, teacher_prompt(template, rollout.prompt, rollout.columns, sample.row))
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

@@ -166,12 +166,10 @@ class SDPOTrainer(SelfDistillingTrainer):
 
     method, title = "sdpo", "self-distillation policy optimisation"
     paper = Paper(
-        "hubotter2026reinforcement",
-        "Reinforcement Learning via Self-Distillation",
+        "hubotter2026reinforcement", "Reinforcement Learning via Self-Distillation",
         'H{\\"u}botter, Jonas and L{\\"u}beck, Frederike and Behric, Lejs and Baumann, Anton and others',
-        2026,
-        "2601.20802",
-    )
+        2026, "2601.20802",
+    )  # fmt: skip
     config_class = SDPOConfig
     needs_rewards = True
     needs_reference = OnlineTrainer.needs_reference
@@ -229,10 +227,8 @@ class SDPOTrainer(SelfDistillingTrainer):
             feedback = (
                 text_of(rollout.columns.get(PRIVILEGED)) if args.include_environment_feedback and is_alone else ""
             )
-            rollout.sample.scalars |= {
-                ACTIVE: float(solution is not None or bool(feedback)),
-                FEEDBACK: float(bool(feedback)),
-            }
+            is_active = solution is not None or bool(feedback)
+            rollout.sample.scalars |= {ACTIVE: float(is_active), FEEDBACK: float(bool(feedback))}
             self._reprompt(rollout, solution, feedback)
 
     def _succeeded(self, rollout: Rollout) -> bool:
@@ -282,11 +278,9 @@ class SDPOTrainer(SelfDistillingTrainer):
         return self.reference_setup().self_teacher(LIVE, policy)  # who is never asked
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
-        return (
-            super().score(model, batch, stats)
-            if self.weight
-            else super(DistillingTrainer, self).score(model, batch, stats)
-        )
+        if self.weight:
+            return super().score(model, batch, stats)
+        return super(DistillingTrainer, self).score(model, batch, stats)
 
     def how_compared(self, batch: TokenBatch) -> dict[str, Any]:
         return super().how_compared(batch) | {"logps_in_loss": self.weight < 1}

@@ -51,12 +51,10 @@ class SSDTrainer(SelfTaughtTrainer):
 
     method, title = "ssd", "simple self-distillation"
     paper = Paper(
-        "zhang2026embarrassingly",
-        "Embarrassingly Simple Self-Distillation Improves Code Generation",
+        "zhang2026embarrassingly", "Embarrassingly Simple Self-Distillation Improves Code Generation",
         "Zhang, Ruixiang and Bai, Richard He and Zheng, Huangjie and Jaitly, Navdeep and Collobert, Ronan and others",
-        2026,
-        "2604.01193",
-    )
+        2026, "2604.01193",
+    )  # fmt: skip
     config_class = SSDConfig
     needs_rewards: ClassVar[bool] = False
     needs_reference = False

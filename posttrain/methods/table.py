@@ -26,121 +26,62 @@ class Method:
         return getattr(importlib.import_module(self.module), self.config)
 
 
+def ours(module: str, name: str, summary: str) -> Method:
+    """Of a module of this package, whose classes are NAMETrainer and NAMEConfig."""
+    return Method(f"posttrain.methods.{module}", f"{name}Trainer", f"{name}Config", summary)
+
+
 METHODS: dict[str, Method] = {
-    "sft": Method("posttrain.methods.sft", "SFTTrainer", "SFTConfig", "Supervised fine-tuning"),
-    "dpo": Method("posttrain.methods.dpo", "DPOTrainer", "DPOConfig", "Direct preference optimisation, 15 losses"),
-    "cpo": Method(
-        "posttrain.methods.cpo", "CPOTrainer", "CPOConfig", "CPO, SimPO and AlphaPO: pairs without a reference"
+    "sft": ours("sft", "SFT", "Supervised fine-tuning"),
+    "dpo": ours("dpo", "DPO", "Direct preference optimisation, 15 losses"),
+    "cpo": ours("cpo", "CPO", "CPO, SimPO and AlphaPO: pairs without a reference"),
+    "orpo": ours("orpo", "ORPO", "Odds ratio preference optimisation"),
+    "tpo": ours("tpo", "TPO", "Triple preference optimisation"),
+    "kto": ours("kto", "KTO", "Kahneman-Tversky optimisation: answers with a label"),
+    "bco": ours("bco", "BCO", "Binary classifier optimisation: answers with a label"),
+    "reward": ours("reward_model", "Reward", "Bradley-Terry reward models"),
+    "prm": ours("prm", "PRM", "Process reward models, which judge each step"),
+    "grpo": ours("grpo", "GRPO", "Group relative policy optimisation, 10 losses"),
+    "async_grpo": ours(
+        "async_grpo", "AsyncGRPO", "GRPO whose completions are written beside training, under TRL's names"
     ),
-    "orpo": Method("posttrain.methods.orpo", "ORPOTrainer", "ORPOConfig", "Odds ratio preference optimisation"),
-    "tpo": Method("posttrain.methods.tpo", "TPOTrainer", "TPOConfig", "Triple preference optimisation"),
-    "kto": Method(
-        "posttrain.methods.kto", "KTOTrainer", "KTOConfig", "Kahneman-Tversky optimisation: answers with a label"
+    "papo": ours(
+        "papo", "PAPO", "Perception-aware policy optimisation: GRPO whose completions must depend on the picture"
     ),
-    "bco": Method(
-        "posttrain.methods.bco", "BCOTrainer", "BCOConfig", "Binary classifier optimisation: answers with a label"
+    "ppo": ours("ppo", "PPO", "Proximal policy optimisation with a critic, a head or a model"),
+    "rloo": ours("rloo", "RLOO", "REINFORCE with a leave-one-out baseline"),
+    "online_dpo": ours("online_dpo", "OnlineDPO", "DPO on pairs of the model's own completions"),
+    "xpo": ours("xpo", "XPO", "Exploratory preference optimisation: online DPO with a bonus"),
+    "nash_md": ours("nash_md", "NashMD", "Nash-MD: preferred to a mixture with the reference"),
+    "a2po": ours("a2po", "A2PO", "A*-PO: one completion a prompt against its optimal value"),
+    "gkd": ours(
+        "gkd", "GKD", "Generalised knowledge distillation: a teacher on the student's completions and the dataset's"
     ),
-    "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
-    "prm": Method("posttrain.methods.prm", "PRMTrainer", "PRMConfig", "Process reward models, which judge each step"),
-    "grpo": Method(
-        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
+    "distillation": ours(
+        "distillation", "Distillation", "On-policy distillation: a teacher on what the student writes"
     ),
-    "async_grpo": Method(
-        "posttrain.methods.async_grpo",
-        "AsyncGRPOTrainer",
-        "AsyncGRPOConfig",
-        "GRPO whose completions are written beside training, under TRL's names",
-    ),
-    "papo": Method(
-        "posttrain.methods.papo",
-        "PAPOTrainer",
-        "PAPOConfig",
-        "Perception-aware policy optimisation: GRPO whose completions must depend on the picture",
-    ),
-    "ppo": Method(
-        "posttrain.methods.ppo",
-        "PPOTrainer",
-        "PPOConfig",
-        "Proximal policy optimisation with a critic, a head or a model",
-    ),
-    "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
-    "online_dpo": Method(
-        "posttrain.methods.online_dpo",
-        "OnlineDPOTrainer",
-        "OnlineDPOConfig",
-        "DPO on pairs of the model's own completions",
-    ),
-    "xpo": Method(
-        "posttrain.methods.xpo",
-        "XPOTrainer",
-        "XPOConfig",
-        "Exploratory preference optimisation: online DPO with a bonus",
-    ),
-    "nash_md": Method(
-        "posttrain.methods.nash_md",
-        "NashMDTrainer",
-        "NashMDConfig",
-        "Nash-MD: preferred to a mixture with the reference",
-    ),
-    "a2po": Method(
-        "posttrain.methods.a2po",
-        "A2POTrainer",
-        "A2POConfig",
-        "A*-PO: one completion a prompt against its optimal value",
-    ),
-    "gkd": Method(
-        "posttrain.methods.gkd",
-        "GKDTrainer",
-        "GKDConfig",
-        "Generalised knowledge distillation: a teacher on the student's completions and the dataset's",
-    ),
-    "distillation": Method(
-        "posttrain.methods.distillation",
-        "DistillationTrainer",
-        "DistillationConfig",
-        "On-policy distillation: a teacher on what the student writes",
-    ),
-    "iw_opd": Method(
-        "posttrain.methods.iw_opd",
-        "IWOPDTrainer",
-        "IWOPDConfig",
-        "IW-OPD: own completions, each token by how much likelier a teacher finds it",
-    ),
-    "minillm": Method(
-        "posttrain.methods.minillm",
-        "MiniLLMTrainer",
-        "MiniLLMConfig",
+    "iw_opd": ours("iw_opd", "IWOPD", "IW-OPD: own completions, each token by how much likelier a teacher finds it"),
+    "minillm": ours(
+        "minillm",
+        "MiniLLM",
         "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
     ),
-    "server_distillation": Method(
-        "posttrain.methods.server_distillation",
-        "ServerDistillationTrainer",
-        "ServerDistillationConfig",
+    "server_distillation": ours(
+        "server_distillation",
+        "ServerDistillation",
         "On-policy distillation from the likeliest tokens of a teacher on a server",
     ),
-    "async_distillation": Method(
-        "posttrain.methods.async_distillation",
-        "AsyncDistillationTrainer",
-        "AsyncDistillationConfig",
+    "async_distillation": ours(
+        "async_distillation",
+        "AsyncDistillation",
         "Distillation from a teacher's server, with completions that are written beside training",
     ),
-    "gold": Method(
-        "posttrain.methods.gold",
-        "GOLDTrainer",
-        "GOLDConfig",
-        "GOLD: distillation from a teacher that may have another tokenizer",
+    "gold": ours("gold", "GOLD", "GOLD: distillation from a teacher that may have another tokenizer"),
+    "sdft": ours(
+        "sdft", "SDFT", "Self-distillation fine-tuning: the model learns what it would say if it were shown more"
     ),
-    "sdft": Method(
-        "posttrain.methods.sdft",
-        "SDFTTrainer",
-        "SDFTConfig",
-        "Self-distillation fine-tuning: the model learns what it would say if it were shown more",
+    "sdpo": ours(
+        "sdpo", "SDPO", "Self-distillation policy optimisation: the model learns from itself that has seen a success"
     ),
-    "sdpo": Method(
-        "posttrain.methods.sdpo",
-        "SDPOTrainer",
-        "SDPOConfig",
-        "Self-distillation policy optimisation: the model learns from itself that has seen a success",
-    ),
-    "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
+    "ssd": ours("ssd", "SSD", "Simple self-distillation on own completions"),
 }

@@ -48,9 +48,8 @@ class TPOTrainer(PairTrainer):
         "saeidi2024triple",
         "Triple Preference Optimization: Achieving Better Alignment using a Single Step Optimization",
         "Saeidi, Amir and Verma, Shivanshu and RRV, Aswin and Rasul, Kashif and Baral, Chitta",
-        2024,
-        "2405.16681",
-    )
+        2024, "2405.16681",
+    )  # fmt: skip
     config_class = TPOConfig
     formats = (TRIPLE_PREFERENCE,)
     roles = ("chosen", "rejected", "reference")

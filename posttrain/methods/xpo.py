@@ -52,9 +52,8 @@ class XPOTrainer(OnlinePairTrainer):
         "xie2024exploratory",
         "Exploratory Preference Optimization: Harnessing Implicit Q*-Approximation for Sample-Efficient RLHF",
         "Xie, Tengyang and Foster, Dylan J. and Krishnamurthy, Akshay and Rosset, Corby and others",
-        2024,
-        "2405.21046",
-    )
+        2024, "2405.21046",
+    )  # fmt: skip
     config_class = XPOConfig
 
     @property
@@ -73,9 +72,8 @@ class XPOTrainer(OnlinePairTrainer):
     def further_terms(self, batch: TokenBatch, policy: TokenScores) -> list[LossTerm]:
         if BY_REFERENCE not in batch.scalars:  # a process without a pair
             return []
-        return [
-            LossTerm(self._of_reference(batch, batch.sequence_sum(policy.logps)), "unit", self.alpha, entries="unit")
-        ]
+        values = self._of_reference(batch, batch.sequence_sum(policy.logps))
+        return [LossTerm(values, "unit", self.alpha, entries="unit")]
 
     def _of_reference(self, batch: TokenBatch, values: Tensor) -> Tensor:
         """(S,) -> (U,): those of the completion that the reference wrote."""

@@ -74,15 +74,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> datasets.DatasetDict | 
 def _source(one: DatasetConfig, mixture: DatasetMixtureConfig) -> DatasetSource:
     fractions = [each.fraction for each in mixture.datasets]
     share = None if one.fraction is None else one.fraction / sum(each for each in fractions if each is not None)
-    return DatasetSource(
-        one.path,
-        subset=one.name,
-        split=one.split,
-        keep=one.columns,
-        share=share,
-        data_files=one.data_files,
-        data_dir=one.data_dir,
-    )
+    files = {"data_files": one.data_files, "data_dir": one.data_dir}
+    return DatasetSource(one.path, subset=one.name, split=one.split, keep=one.columns, share=share, **files)
 
 
 def init_zero_verbose() -> None:

@@ -19,11 +19,7 @@ PLACES: dict[str, str] = {
     "PPOv2Trainer": "posttrain.methods.ppo",
 }
 """Names of TRL's that `posttrain` itself does not have -> where they are."""
-RENAMED = {
-    "disable_dropout_in_model": "disable_dropout",
-    "PPOv2Config": "PPOConfig",
-    "PPOv2Trainer": "PPOTrainer",
-}
+RENAMED = {"disable_dropout_in_model": "disable_dropout", "PPOv2Config": "PPOConfig", "PPOv2Trainer": "PPOTrainer"}
 _VALUE_HEAD = "PPOTrainer puts a value head on a plain causal model itself: load it with AutoModelForCausalLM"
 UNSUPPORTED: dict[str, str] = {
     "AutoModelForCausalLMWithValueHead": _VALUE_HEAD,
@@ -96,10 +92,8 @@ def found(name: str, module: str = ROOT) -> Any:
 
 def install() -> None:
     """From now on `import trl` gives posttrain, whether TRL is installed or not."""
-    for name in [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]:
-        del sys.modules[name]
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    uninstall()
+    sys.meta_path.insert(0, _Finder())
 
 
 def uninstall() -> None:

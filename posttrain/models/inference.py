@@ -1,4 +1,4 @@
-"""The state of a model that is asked and not trained, and how long a text it may be asked about."""
+"""A model that is asked: its body, its state when it is not trained, and how long a text it may be asked about."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """What makes hidden states of tokens. Llama 4's text part names it as the model of texts and images does, where it is not."""
+    named = getattr(model, model.base_model_prefix, None)
+    return getattr(model, "model", model) if named is None else named
 
 
 @contextmanager

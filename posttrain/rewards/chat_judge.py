@@ -18,15 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.core.secrets import hidden_text
-from posttrain.rewards.judging import (
-    BESIDE,
-    TIE,
-    ScoringJudge,
-    Verdict,
-    checked_pairs,
-    is_swapped,
-    plain_lines,
-)
+from posttrain.rewards.judging import BESIDE, TIE, ScoringJudge, Verdict, checked_pairs, is_swapped, plain_lines
 from posttrain.rewards.runtime.invoke import ERROR, INVALID, TIMEOUT, described
 
 TEMPLATE = """Two assistants, 0 and 1, have answered the same instruction. Say whose answer is the better one: the one that
@@ -211,10 +203,8 @@ class ChatJudge(ScoringJudge):
         """At most `concurrency` at once over all calls. The clock starts when this call has its places, so that calls which wait
         for others do not fail for it."""
         found: list[Verdict] = [Verdict()] * count
-        numbers, size = (
-            itertools.count(),
-            min(self.concurrency, count),
-        )  # `next` of a count is one step of the interpreter
+        # `next` of a count is one step of the interpreter
+        numbers, size = itertools.count(), min(self.concurrency, count)
         with self._turn:  # all places of a call at once, so that two calls cannot wait for each other's
             for _ in range(size):
                 self._room.acquire()

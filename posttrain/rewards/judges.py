@@ -253,9 +253,8 @@ class JudgeReward:
             order = [*map(int, ranks)] if ranks is not None and not isinstance(ranks, int | float) else []
             if sorted(order) != [*range(len(members))]:
                 for i in members:
-                    found[i] = [
-                        Verdict(reason=f"the judge answered {ranks!r}, no order of {len(members)} completions.")
-                    ]
+                    reason = f"the judge answered {ranks!r}, no order of {len(members)} completions."
+                    found[i] = [Verdict(reason=reason)]
                 continue
             for place, i in enumerate(order):
                 found[members[i]] = [Verdict((len(members) - 1 - place) / (len(members) - 1))]

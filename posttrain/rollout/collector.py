@@ -63,9 +63,8 @@ class GroupTable:
     unwritten: Tensor  # (N,) bool: there is no completion, only the reason why
     kl_sums: Tensor  # (N,) sum over a sample's tokens of old - reference log-prob; 0 without a reference
     mine: Tensor  # rows of this process's samples
-    filtered: Tensor | None = (
-        None  # (N,) bool: left out by a filter of groups; its reward is logged and compared with nothing
-    )
+    # (N,) bool: left out by a filter of groups; its reward is logged and compared with nothing
+    filtered: Tensor | None = None
     failures: Counter[str] = field(default_factory=Counter)  # kind ("error", "timeout", ...) -> rewards that failed so
 
     def only(self, kept: Tensor) -> GroupTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,9 @@ import xxhash
 from datasets import Dataset
 
 from posttrain.core.sample import ImageSpan, Sample, Unit
-from posttrain.data.images.lazy_picture import LazyPicture
+from posttrain.data.images.lazy_picture import LazyPicture, has_pictures
 from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.media import MediaFolder
 from posttrain.data.images.payloads import undecoded
 from posttrain.data.images.row_image import RowImage, with_images_as
 from posttrain.data.rows.formats import Detection
@@ -44,11 +45,27 @@ class PromptRow:
     images: tuple[ImageSpan, ...] = ()
     positions: np.ndarray | None = None  # (3, tokens), of models that have such
     pictures: Pictures = field(default_factory=dict)  # what the image parts of `prompt` show, by key
+    media: MediaFolder | None = None  # where those are that tools return
 
     def sample(self, group: int) -> Sample:
         """The prompt, of which nothing is trained; completions are appended to it."""
         shown = {"images": self.images, "positions": self.positions}
         return Sample(self.ids, np.zeros(len(self.ids), dtype=bool), row=self.row, group=group, **shown)
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """Of the images of the prompt, and of the row's own completion."""
+        return self.images if self.answer is None else self.answer.images
+
+    def carrying(self, carried: Callable[[Sequence[ImageSpan]], tuple[ImageSpan, ...]], looks: bool) -> PromptRow:
+        """For an engine in a process without the dataset. Others than the engine are shown pictures only where somebody `looks`."""
+        if not self.images and not self.pictures:
+            return self
+        images = carried(self.images)
+        if looks:
+            return replace(self, images=images)
+        columns = {name: value for name, value in self.columns.items() if not has_pictures(value)}
+        return replace(self, images=images, pictures={}, columns=columns)
 
 
 def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: Decode | None = None) -> PromptRow:
@@ -122,6 +139,12 @@ def _pictured(column: str, value: Any, pictures: _RowPictures) -> Any:
     if column in IMAGE_COLUMNS:
         return pictures.of(value)
     return {name: _pictured("", item, pictures) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def shown_pictures(known: Pictures, media: MediaFolder | None, sample: Sample) -> Pictures:
+    """Those of a row, and those of the sample that are not its own."""
+    made = () if media is None else (span.key for span in sample.images if span.key not in known)
+    return {**known, **{key: media.picture(key) for key in made}}
 
 
 def with_pictures(messages: Any, pictures: Pictures) -> Any:

@@ -36,6 +36,9 @@ class WindowsOfGroups(Protocol):
     def next_window(self) -> Written:
         """This process's samples of the next window."""
 
+    def further(self, count: int) -> Written:
+        """So many groups in the place of some of the last window."""
+
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
@@ -140,6 +143,10 @@ class RolloutSource:
     def _collect_window(self) -> Collected:
         return self._collect(self.prompts.take_window())
 
+    def _collect_further(self, wanted: Sequence[int]) -> Collected:
+        """So many groups of each process."""
+        return self._collect(self.prompts.take_groups(wanted))
+
     def _collect(self, requests: list[Request]) -> Collected:
         return self._filtered(self.collector.collect(requests, self.rows, self.params))
 
@@ -181,7 +188,7 @@ class RolloutSource:
             missing = of_every_process(max(wanted - len(kept), 0), schedule.world_size)
             if not any(missing):
                 break
-            parts.append(self._collect(self.prompts.take_groups(missing)))
+            parts.append(self._collect_further(missing))
             more, others = _sorted_groups(parts[-1])
             kept, spare = kept + more, spare + others
         groups = [*kept, *spare][:wanted]
@@ -216,8 +223,14 @@ class FedSource(RolloutSource):
         self.groups = groups
 
     def _collect_window(self) -> Collected:
-        written = self.groups.next_window()
         self.prompts.taken += self.prompts.schedule.prompts
+        return self._completed(self.groups.next_window())
+
+    def _collect_further(self, wanted: Sequence[int]) -> Collected:
+        self.prompts.taken += sum(wanted)
+        return self._completed(self.groups.further(wanted[self.prompts.rank]))
+
+    def _completed(self, written: Written) -> Collected:
         self.collector.rewards.stop_if_too_many_failed(written.results, len(written.rollouts))
         return self._filtered(self.collector.complete(written))
 

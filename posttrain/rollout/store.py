@@ -47,26 +47,10 @@ def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
 _TOKENS, _LOGPS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
 _TEXTS = pa.map_(pa.string(), pa.string())
 _FAILURE = pa.struct([("reward", pa.string()), ("kind", pa.string()), ("message", pa.string())])
-_IMAGE = pa.struct(
-    [
-        ("key", pa.string()),
-        ("column", pa.string()),
-        ("place", pa.int32()),
-        ("height", pa.int32()),
-        ("width", pa.int32()),
-        ("tokens", pa.int32()),
-        ("start", pa.int32()),
-    ]
-)
-_TOOL_CALL = pa.struct(
-    [
-        ("name", pa.string()),
-        ("arguments", pa.string()),
-        ("result", pa.string()),
-        ("error", pa.string()),
-        ("seconds", pa.float64()),
-    ]
-)
+_PLACE = [(name, pa.int32()) for name in ("place", "height", "width", "tokens", "start")]
+_IMAGE = pa.struct([("key", pa.string()), ("column", pa.string()), *_PLACE])
+_CALL = [(name, pa.string()) for name in ("name", "arguments", "result", "error")]
+_TOOL_CALL = pa.struct([*_CALL, ("seconds", pa.float64())])
 
 ROLLOUT_SCHEMA = pa.schema(
     [

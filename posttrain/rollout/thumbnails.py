@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
 
+from posttrain.core.secrets import write_whole
 from posttrain.data.images.conversion import to_bytes, to_rgb
 from posttrain.data.images.lazy_picture import LazyPicture, opened_picture
 from posttrain.data.images.strict_pillow import pillow_errors
@@ -48,9 +48,7 @@ class Thumbnails:
             if self._used + len(data) > self.most_bytes:
                 self._warn(f"{self.folder} has {self._used:,} bytes, and {self.most_bytes:,} are the most")
                 return False
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-            unfinished.write_bytes(data)
-            os.replace(unfinished, path)
+            write_whole(path, data, private=False)
         except (OSError, ValueError) as error:  # a full disk; a file that is gone, or another by now
             self._warn(f"{path.name} could not be made ({error})")
             return False

@@ -213,6 +213,11 @@ class Metrics(Collector):
             ("uptime_seconds", time.monotonic() - server.started, "Since the start."),
         ):
             yield GaugeMetricFamily(f"posttrain_{name}", help_text, float(value))
+        if (use := server.engine.cache_use) is not None:
+            yield GaugeMetricFamily("posttrain_kv_used_share", "Share of the KV cache's pages in use.", use.used_share)
+            yield CounterMetricFamily(
+                "posttrain_preempted", "Running completions put back in the queue.", use.preempted
+            )
 
 
 @dataclass

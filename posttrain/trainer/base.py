@@ -18,6 +18,7 @@ from transformers import TrainingArguments, set_seed
 
 from posttrain.core import faults
 from posttrain.core.batch import Passes, StepTotals, TokenBatch, passes_of
+from posttrain.core.processes import naming_lost_processes
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator, Pixels
 from posttrain.data.loader import UnitLoader
@@ -31,6 +32,7 @@ from posttrain.models.load.model import CAUSAL_LM, innermost_model, load_model
 from posttrain.models.load.reference import Reference
 from posttrain.models.memory.fit import EIGHT_BIT
 from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.models.sharding import whole_size
 from posttrain.trainer import construction
 from posttrain.trainer.checkpoints import hub, run_state, sharding
 from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
@@ -167,8 +169,13 @@ class BaseTrainer(transformers.Trainer):
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Every process must take part in every forward, and in every look at a whole weight."""
+        """By FSDP, which `gathers_together`, too."""
         return self.args.sharding == FSDP
+
+    @property
+    def gathers_together(self) -> bool:
+        """Every process must take part in every forward, and in every look at a whole weight."""
+        return self.args.sharding is not None
 
     def _make_parts(self) -> None:
         """The objects that overrides of transformers.Trainer ask."""
@@ -454,9 +461,8 @@ class BaseTrainer(transformers.Trainer):
             logs["num_tokens"] = over_processes(self.metrics.totals.get("num_tokens", 0), self.args)
             if state.skipped_total:
                 logs["skipped_steps"] = state.skipped_total
-            if self.args.on_bad_rows == DROP and (
-                left_out := over_processes(self.metrics.totals.get(UNREADABLE, 0), self.args)
-            ):
+            drops = self.args.on_bad_rows == DROP
+            if drops and (left_out := over_processes(self.metrics.totals.get(UNREADABLE, 0), self.args)):
                 logs[UNREADABLE] = left_out
         super().log(logs, start_time)
 
@@ -468,7 +474,7 @@ class BaseTrainer(transformers.Trainer):
     def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
         """6 for each weight of the language model and token; of images, by their patches and features (`TowerShape`)."""
         if not hasattr(self, "_parameter_count"):
-            self._parameter_count = sum(p.numel() for p in self.model.parameters())
+            self._parameter_count = sum(whole_size(p) for p in self.model.parameters())
             self._tower = None if self.vision is None else self.vision.tower(innermost_model(self.model))
             self._parameter_count -= 0 if self._tower is None else self._tower.parameters
         shown = [] if self._tower is None else [part.images for part in passes_of(inputs) if part.images is not None]
@@ -491,7 +497,7 @@ class BaseTrainer(transformers.Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         """Train. `resume_from_checkpoint=True` takes the newest checkpoint that verifies, or starts afresh with none."""
-        with self.lifecycle.running(resume_from_checkpoint) as checkpoint:
+        with naming_lost_processes(), self.lifecycle.running(resume_from_checkpoint) as checkpoint:
             if checkpoint is not None and self.is_fully_sharded and is_whole(Path(checkpoint)):
                 self._load_before_sharding(checkpoint)
             return super().train(checkpoint, trial, ignore_keys_for_eval)

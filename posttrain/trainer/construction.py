@@ -37,7 +37,7 @@ from posttrain.models.load.model import (
     model_without_weights,
 )
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
-from posttrain.models.vision.conventions import image_parts
+from posttrain.models.vision.parts import image_parts
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
 from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.vision import Vision, refuse_other_ids
@@ -171,10 +171,8 @@ def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
     for name in ("eos_token", "pad_token"):
         wanted = getattr(args, name)
         if wanted is not None:
-            if (
-                tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id)
-                and wanted != tokenizer.unk_token
-            ):
+            is_unknown = tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id)
+            if is_unknown and wanted != tokenizer.unk_token:
                 raise ValueError(
                     f"`{name}` is {wanted!r}, which is not in the vocabulary of {type(tokenizer).__name__}."
                 )

@@ -18,6 +18,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.images.row_image import RowImage, found_by_key
+from posttrain.data.images.streamed_span import as_carried
 from posttrain.data.render.conversation import Conversation
 from posttrain.data.render.renderer import Renderer, RenderError
 from posttrain.data.rows.formats import LAST_TURN, PROMPT_COMPLETION, PROMPT_ONLY, RowFormat
@@ -47,7 +48,6 @@ def prompt_sample(
 
     `images` are those of the student's prompt: the teacher's shows the same.
     """
-    spans = {span.key: span for span in images}
     known = {span.key: RowImage(span.key, span.size) for span in images}
     if not isinstance(prompt, str):
         (made,) = renderer.encode_prompts([Conversation(found_by_key(prompt, known), tools, template_kwargs)])
@@ -57,8 +57,7 @@ def prompt_sample(
         made = Sample(ids := renderer.encode_texts([prompt])[0], np.zeros(len(ids)))
     if isinstance(made, RenderError):
         raise ValueError(f"The teacher's prompt of row {row} cannot be rendered: {made}")
-    shown = (replace(spans[one.key], start=one.start, stop=one.stop, grid=one.grid) for one in made.images)
-    return replace(made, trained=np.zeros(len(made), dtype=bool), images=tuple(shown), row=row)
+    return replace(made, trained=np.zeros(len(made), dtype=bool), images=as_carried(made.images, images), row=row)
 
 
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:
@@ -140,13 +139,10 @@ class DistillingTrainer(TaughtTrainer):
     """See the module's docstring."""
 
     paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "agarwal2024onpolicy", "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
         "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
+        2024, "2306.13649", "International Conference on Learning Representations",
+    )  # fmt: skip
     config_class: ClassVar[type[DistillingConfig]] = DistillingConfig
     formats = (PROMPT_COMPLETION, LAST_TURN, PROMPT_ONLY)  # the last where no completion is read
     needs_rewards: ClassVar[bool] = False
@@ -182,8 +178,9 @@ class DistillingTrainer(TaughtTrainer):
         return (cls.formats[:-1] if args.needs_answers else cls.formats), cls.roles
 
     def author_of(self, request: Request) -> str:
-        if self.evaluates:
-            return DATASET
+        return DATASET if self.evaluates else self.author_in_training(request)
+
+    def author_in_training(self, request: Request) -> str:
         if lands_on_policy(self.args.seed, request.number, self.args.lmbda):
             return POLICY
         return TEACHER if self.args.seq_kd else DATASET
@@ -263,10 +260,8 @@ class DistillingTrainer(TaughtTrainer):
     def formula(cls, args: Any, totals: Totals) -> Formula:
         others = "the teacher" if args.seq_kd else "the dataset"
         who = f"the student for a share {number(args.lmbda)} of the prompts, {others} for the others"
-        names = (
-            ("p, q", f"student and teacher at temperature {number(cls.compared_at(args))}, over the vocabulary v"),
-        )
-        names += (("completions", who if args.lmbda < 1 else "the student's own"),)
+        compared = f"student and teacher at temperature {number(cls.compared_at(args))}, over the vocabulary v"
+        names = (("p, q", compared), ("completions", who if args.lmbda < 1 else "the student's own"))
         return divergence_formula(args.beta, totals, names)
 
     @classmethod
@@ -303,12 +298,8 @@ class RowsDistillingTrainer(DistillingTrainer):
         engine: Any = None,
     ) -> None:
         """Arguments in TRL's order."""
-        refused = {
-            "data_collator": data_collator,
-            "compute_metrics": compute_metrics,
-            "formatting_func": formatting_func,
-        }
-        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
+        refused |= {"formatting_func": formatting_func, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
         refuse_arguments(type(self).__name__, model, **refused)
         super().__init__(
             model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,

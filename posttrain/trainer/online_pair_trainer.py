@@ -185,11 +185,8 @@ class OnlinePairTrainer(PreferenceLosses, Pairs, ComparedTrainer):
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
         made = super().formula(args, totals)
-        who = (
-            f"the best and the worst of {args.num_generations} completions"
-            if args.num_generations > 2
-            else "the better and the worse completion"
-        )
-        return Formula(
-            made.terms, made.divided_by, (*made.names, ("c, r", f"{who} of a prompt, by reward; ties are left out"))
-        )
+        who = "the better and the worse completion"
+        if args.num_generations > 2:
+            who = f"the best and the worst of {args.num_generations} completions"
+        pair = ("c, r", f"{who} of a prompt, by reward; ties are left out")
+        return Formula(made.terms, made.divided_by, (*made.names, pair))

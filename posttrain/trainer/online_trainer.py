@@ -59,6 +59,7 @@ from posttrain.trainer.online.rollout_metrics import as_tensors, placeholder_met
 from posttrain.trainer.online.vllm_setup import (
     PromptImages,
     refuse_correction_without_logps,
+    refuse_given_servers,
     refuse_images_in_vllm,
     show_images,
     vllm_engine,
@@ -85,6 +86,7 @@ class OnlineTrainer(BaseTrainer):
     token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     loads_more: ClassVar[bool] = True  # reward models
     needs_rewards: ClassVar[bool] = True  # else there may be none
+    runs_under_deepspeed: ClassVar[bool] = False  # seen to train there as one process does
     corrects_sampler: bool = False  # whether tokens are weighed by the log-probs that they were drawn with
 
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
@@ -95,7 +97,7 @@ class OnlineTrainer(BaseTrainer):
     loader: RolloutLoader | None = None
     eval_loader: EvalRolloutLoader | None = None
     ahead: AsyncRollouts | None = None  # while it trains, where rollouts are written meanwhile
-    joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
+    joint_export: JointExport | None = None  # where weights that an engine is sent are in pieces
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class OnlineTrainer(BaseTrainer):
         )
         if self.rewards.compares_groups:
             self.args.refuse_lone_completions(self.rewards.names[0])
+        refuse_given_servers(engine, self.args)
         fit_memory(self)
         self.shown_images = self._shown_images() if self.args.use_vllm or engine is not None else None
         self.engine = engine if engine is not None else self._make_engine()
@@ -153,7 +156,7 @@ class OnlineTrainer(BaseTrainer):
             self.joint_export,
             image_gap=None if self.shown_images is None else self.shown_images.sync.gap,
             tolerance=self.args.vllm_sync_tolerance,
-            sharded_dtype=self.args.compute_dtype if self.is_fully_sharded else None,
+            sharded_dtype=self.args.compute_dtype if self.gathers_together else None,
             process_index=self.args.process_index,
             world_size=self.args.world_size,
         )
@@ -164,7 +167,7 @@ class OnlineTrainer(BaseTrainer):
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
         if self.args.async_rollouts:
-            refuse_async(self)
+            refuse_async(self, has_given_engine=engine is not None)
 
     def reserved_bytes(self) -> float:
         return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
@@ -187,6 +190,10 @@ class OnlineTrainer(BaseTrainer):
     def author_of(self, request: Request) -> str:
         """Who writes this request: one of `authors`. The same on every process and after a resume."""
         return POLICY
+
+    def author_in_training(self, request: Request) -> str:
+        """Who writes this request of the training, also while an evaluation runs, to which `author_of` may answer otherwise."""
+        return self.author_of(request)
 
     def authors(self) -> set[str]:
         """Everybody whom `author_of` may name: those whom it names for the samples of a prompt, where only they decide."""
@@ -303,15 +310,20 @@ class OnlineTrainer(BaseTrainer):
             raise ValueError("`train_dataset` is a stream, whose length is not known: set `max_steps`.")
 
     def _make_engine(self) -> RolloutEngine:
+        if self.args.sharding == DEEPSPEED and not self.runs_under_deepspeed:
+            raise ValueError(
+                f"{type(self).__name__} has not been tried under DeepSpeed: GRPO and RLOO train there. Use FSDP (`fsdp=True`), or "
+                "one process per GPU without sharding."
+            )
         if self.args.use_vllm:
             refuse_vllm(self)
-            given = (self.args, self.model, self.renderer.tokenizer, self.decode_exactly, self.is_fully_sharded)
+            given = (self.args, self.model, self.renderer.tokenizer, self.decode_exactly, self.gathers_together)
             engine, self.joint_export = vllm_engine(*given, self.loaded.notes, self.shown_images)
             return engine
         if self.args.sharding == DEEPSPEED:
             raise ValueError(
-                f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use FSDP "
-                "(`fsdp=True`), or one process per GPU without sharding."
+                f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use a server "
+                "(`use_vllm=True, vllm_mode='server'`), FSDP (`fsdp=True`), or one process per GPU without sharding."
             )
         if self.is_fully_sharded:
             return GatheredEngine(self.model, self.local_engine, self.args.device, self.args.compute_dtype)
@@ -344,8 +356,8 @@ class OnlineTrainer(BaseTrainer):
 
     def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels}
-        return functools.partial(ENGINES[self.args.rollout_engine], **how, **slots, **options)
+        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | slots | options
+        return functools.partial(ENGINES[self.args.rollout_engine], **how)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
@@ -396,9 +408,8 @@ class OnlineTrainer(BaseTrainer):
         completion = self.args.max_completion_length
         fits_evenly = size % group == 0 or group % size == 0
         groups = -(-size // group) + (0 if fits_evenly else 1)
-        if (
-            self.args.permutes_windows and schedule.micro_batches > schedule.accumulation
-        ):  # groups are split among steps
+        # groups are split among steps
+        if self.args.permutes_windows and schedule.micro_batches > schedule.accumulation:
             groups = min(size, -(-schedule.batch_size * schedule.micro_batches // group))
         prompts = groups if self.data_collator.layout == SHARED else size
         return prompts * prompt + size * completion, prompt + completion
@@ -423,7 +434,7 @@ class OnlineTrainer(BaseTrainer):
 
     def _write_columns(self, samples: Sequence[Sample], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
-        passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
+        passes = (lambda count: most_of_any_process(count, self.args)) if self.gathers_together else int
         write_columns(samples, columns_of, collator, self.args.device, passes)
 
     def annotated(self, rollouts: list[Rollout]) -> dict[int, str] | None:

@@ -35,13 +35,12 @@ class PolicyGroupTrainer(OnlineTrainer):
     """Group relative policy optimisation: the completions of a prompt are compared, and the policy moves within bounds."""
 
     paper = Paper(
-        "shao2024deepseekmath",
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "shao2024deepseekmath", "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
         "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others",
-        2024,
-        "2402.03300",
-    )
+        2024, "2402.03300",
+    )  # fmt: skip
     config_class = PolicyGroupConfig
+    runs_under_deepspeed = True
 
     entropy: EntropyController | None = None
 
@@ -65,13 +64,8 @@ class PolicyGroupTrainer(OnlineTrainer):
         if group_filter_func is not None:
             self.group_filter = GroupFilter(group_filter_func, args.num_remains_in_group)
         if args.use_adaptive_entropy:
-            self.entropy = EntropyController(
-                args.entropy_coef,
-                args.entropy_target,
-                args.entropy_coef_delta,
-                args.entropy_coef_min,
-                args.entropy_coef_max,
-            )
+            bounds = (args.entropy_coef_min, args.entropy_coef_max)
+            self.entropy = EntropyController(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, *bounds)
         self._step_entropy: list[Tensor] = []
         if args.compares_likeliest and (getattr(self.engine, "is_foreign", False) or self.rollout_func is not None):
             raise ValueError(

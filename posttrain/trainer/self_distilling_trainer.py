@@ -1,6 +1,6 @@
 """SelfDistillingTrainer: the model is its own teacher, which sees more than the student before the same completion.
 
-A method says what the teacher is shown (`teacher_prompt`), and its `loss`.
+A method says what the teacher is shown (`attach_twin`), and its `loss`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import Metrics, TokenScores
 from posttrain.core.sample import ImageSpan, Sample
+from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.losses.distributions import Divergence, sampled_divergence
 from posttrain.losses.formulas import (
@@ -100,6 +101,27 @@ class TeacherPromptTooLong(ValueError):
     """The teacher's prompt has images, and no room for all of them."""
 
 
+def teacher_sample(
+    renderer: Renderer,
+    prompt: Any,
+    columns: dict[str, Any],
+    row: int,
+    room: int | None,
+    images: Sequence[ImageSpan] = (),
+    tools: Any = None,
+) -> Sample:
+    """The teacher's prompt as tokens, with the `images` of the student's; the last `room` tokens (at least one) where it is
+    longer. An image is never cut off: the teacher would see less than the student."""
+    made = prompt_sample(renderer, prompt, tools, columns.get("chat_template_kwargs"), row, images)
+    cut = 0 if room is None else max(len(made) - max(room, 1), 0)
+    if made.images and made.images[0].start < cut:
+        raise TeacherPromptTooLong(
+            f"The teacher's prompt of row {row} has {len(made)} tokens with its images, and there is room for {room}: an image "
+            "would be cut off. Shorten what the teacher is shown, or the images (`image_max_pixels`)."
+        )
+    return made.slice(cut, len(made))
+
+
 class SelfTaughtTrainer(OnlineTrainer):
     """A method that is given neither rewards nor a teacher. Mixed in before the trainer that it is otherwise."""
 
@@ -154,26 +176,6 @@ class SelfDistillingTrainer(DistillingTrainer):
 
     # ---- what the teacher is shown -----------------------------------------------------------------------------------
 
-    def teacher_sample(
-        self,
-        prompt: Any,
-        columns: dict[str, Any],
-        row: int,
-        room: int | None,
-        images: Sequence[ImageSpan] = (),
-        tools: Any = None,
-    ) -> Sample:
-        """The teacher's prompt as tokens, with the `images` of the student's; the last `room` tokens (at least one) where it is
-        longer. An image is never cut off: the teacher would see less than the student."""
-        made = prompt_sample(self.renderer, prompt, tools, columns.get("chat_template_kwargs"), row, images)
-        cut = 0 if room is None else max(len(made) - max(room, 1), 0)
-        if made.images and made.images[0].start < cut:
-            raise TeacherPromptTooLong(
-                f"The teacher's prompt of row {row} has {len(made)} tokens with its images, and there is room for {room}: an image "
-                "would be cut off. Shorten what the teacher is shown, or the images (`image_max_pixels`)."
-            )
-        return made.slice(cut, len(made))
-
     def room_beside(self, completion: int) -> int | None:
         """Tokens that the model can read before a completion of so many."""
         longest = context_length(innermost_model(self.model), None)
@@ -183,8 +185,9 @@ class SelfDistillingTrainer(DistillingTrainer):
         """The same completion behind the teacher's prompt, cut on its left where both are too long, as the sample's twin."""
         sample, start = rollout.sample, rollout.prompt_length
         limits = [one for one in (room, self.room_beside(len(sample) - start)) if one is not None]
-        asked = (prompt, rollout.columns, sample.row, min(limits, default=None), sample.images, rollout.tools)
-        twin = replace(self.teacher_sample(*asked), group=sample.group).append(sample.input_ids[start:], trained=False)
+        how = (min(limits, default=None), sample.images, rollout.tools)
+        shown_to_teacher = teacher_sample(self.renderer, prompt, rollout.columns, sample.row, *how)
+        twin = replace(shown_to_teacher, group=sample.group).append(sample.input_ids[start:], trained=False)
         twin.trained = np.concatenate([twin.trained[: len(twin) - len(sample) + start], sample.trained[start:]])
         if twin.num_trained != sample.num_trained:
             raise ValueError(

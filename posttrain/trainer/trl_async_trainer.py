@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.rollout.collector import Written
 from posttrain.trainer import construction
 from posttrain.trainer.online.async_rollouts import AsyncRollouts
-from posttrain.trainer.online.foreign_worker import ForeignRollouts, ForeignWorker, WeightTransfer
+from posttrain.trainer.online.foreign_worker import ForeignRollouts, ForeignWorker, WeightTransfer, under_trl_names
 from posttrain.trainer.online_trainer import OnlineTrainer
 
 WORKER_DECIDES = (
@@ -17,6 +18,15 @@ WORKER_DECIDES = (
     *("reward_weights", "multi_objective_aggregation", "use_vllm"),
 )
 """Options of what another's worker does by itself."""
+
+
+class NamedAsTrl(AsyncRollouts):
+    """What is logged has TRL's names as well."""
+
+    def next_window(self) -> Written:
+        written = super().next_window()
+        written.numbers |= under_trl_names(written.numbers, self.run.args.num_generations)
+        return written
 
 
 class TrlAsyncTrainer(OnlineTrainer):
@@ -53,7 +63,7 @@ class TrlAsyncTrainer(OnlineTrainer):
 
     def rollouts_ahead(self, *given: Any) -> AsyncRollouts | ForeignRollouts:
         if self.rollout_worker is None:
-            return super().rollouts_ahead(*given)
+            return NamedAsTrl(self, *given)
         return ForeignRollouts(self, self.rollout_worker, self.weight_transfer, self.foreign_tokens, self.foreign_group)
 
     def foreign_tokens(self, one: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -67,8 +77,7 @@ class TrlAsyncTrainer(OnlineTrainer):
     def plan_lines(self, max_steps: int) -> dict[str, str]:
         lines = super().plan_lines(max_steps)
         if self.rollout_worker is not None:
-            return lines | {
-                "rollouts": f"written and judged by {type(self.rollout_worker).__name__}, as `rollout_worker`"
-            }
+            who = type(self.rollout_worker).__name__
+            return lines | {"rollouts": f"written and judged by {who}, as `rollout_worker`"}
         said = f"; {self.said_of_servers}" if self.said_of_servers else ""
         return lines | {"rollouts": f"{lines['rollouts']}{said}"}

@@ -75,13 +75,8 @@ class Vision:
     ) -> Vision:
         """`config`: the model's; `family`: where it is in no table."""
         family = family or vision_family(str(config.get("model_type")), processor)
-        options = image_options(
-            family,
-            processor,
-            min_pixels=args.min_pixels,
-            max_pixels=args.max_pixels,
-            others=args.image_processor_kwargs,
-        )
+        sizes = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
+        options = image_options(family, processor, **sizes, others=args.image_processor_kwargs)
         how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": args.augmentation()}
         pixels = PixelLoader(family, processor, options, **how)
         limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
@@ -154,12 +149,7 @@ class Vision:
             if args.vision_learning_rate is not None:
                 raise unused_rate("no row has an image")
         probe = image_probe(self, renderer) if self.shows_images else None
-        return {
-            "vision": self.family,
-            "image_probe": probe,
-            "lora_vision": args.lora_vision,
-            "frozen_parts": frozen,
-        }
+        return {"vision": self.family, "image_probe": probe, "lora_vision": args.lora_vision, "frozen_parts": frozen}
 
     def tower(self, innermost: nn.Module) -> TowerShape | None:
         """None: of a family that is in no table, whose tower may be anything."""

@@ -13,11 +13,10 @@ import numpy as np
 from posttrain.core import __version__
 from posttrain.view.data_preview import picture_of_row, preview, sources_of
 from posttrain.view.errors import NotFound, ViewError
-from posttrain.view.export import FORMATS, export, found_by
+from posttrain.view.export import FORMATS, export, found_by, read_whole, refuse_unreadable
 from posttrain.view.json_lines import series_of
-from posttrain.view.pictures import stored_picture
 from posttrain.view.questions import Question
-from posttrain.view.rollout_detail import details, known, parsed_text, rows_with_text
+from posttrain.view.rollout_detail import details, known, parsed_text, rows_with_text, stored_picture
 from posttrain.view.rollout_index import Record, RolloutIndex
 from posttrain.view.rollout_query import FLAGS, SORTS, RolloutQuery, prompt_key, reward_names, with_ids
 from posttrain.view.run_folder import RunFolder
@@ -27,6 +26,8 @@ MAX_ROWS = 500
 BINS = 24
 MAX_STEPS = 400
 """Of one prompt, in one answer."""
+EXPORT_SECONDS = 60.0
+"""For an export, until all that was written is read."""
 
 
 @dataclass
@@ -73,9 +74,8 @@ def _state(number: int, run: RunFolder) -> Json:
 
 
 def _extents(index: RolloutIndex, *names: str) -> dict[str, list[float | None]]:
-    finite = [
-        f"{end}({name}) FILTER (isfinite({name}::DOUBLE)) AS {name}_{end}" for name in names for end in ("min", "max")
-    ]
+    ends = [(name, end) for name in names for end in ("min", "max")]
+    finite = [f"{end}({name}) FILTER (isfinite({name}::DOUBLE)) AS {name}_{end}" for name, end in ends]
     (found,) = index.rows(f"SELECT {', '.join(finite)} FROM rollouts")
     return {name: [known(found[f"{name}_min"]), known(found[f"{name}_max"])] for name in names}
 
@@ -197,7 +197,9 @@ def exported(viewed: Viewed, body: Json) -> Json:
     words = {name: str(value) for name, value in (body.get("filter") or {}).items()}
     run = viewed.run(Question({"run": str(body.get("run", ""))}))
     index, ids, kind = run.rollouts, body.get("ids"), str(body.get("format", ""))
-    index.refresh()
+    read_whole(index, EXPORT_SECONDS, mismatch="mismatch" in " ".join([*words, words.get("sort", "")]))
+    if ids is None or kind == "dpo":  # of one that is chosen the whole group is compared
+        refuse_unreadable(index)
     if ids is not None and not isinstance(ids, list):
         raise ViewError("ids is not a list of rollouts.")
     records = with_ids(index, ids) if ids is not None else found_by(index, RolloutQuery.of(Question(words), index))
@@ -231,9 +233,6 @@ GET: dict[str, Endpoint] = {
     "/api/group": group,
     "/api/prompt": prompt,
 }
-PICTURES: dict[str, Callable[[Viewed, Question], bytes]] = {
-    "/api/picture": picture,
-    "/api/data_picture": data_picture,
-}
+PICTURES: dict[str, Callable[[Viewed, Question], bytes]] = {"/api/picture": picture, "/api/data_picture": data_picture}
 """What is answered with bytes of PICTURE_TYPE."""
 POST: dict[str, Callable[[Viewed, Json], Json]] = {"/api/export": exported}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,17 @@ class Source:
     note: str = ""
 
     def as_json(self) -> Json:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "path": None if self.path is None else str(self.path),
-            "note": self.note,
-        }
+        return asdict(self) | {"path": None if self.path is None else str(self.path)}
 
 
 def sources_of(run: RunFolder, given: list[str]) -> list[Source]:
     """`given` are paths from the command line."""
     found = [Source(Path(path).name, "dataset", Path(path), "named on the command line") for path in given]
-    for part, facts in (_read_json(run.path / PREPARED_FILE) or {}).items():
+    files = run.settings()
+    for part, facts in files.get(PREPARED_FILE, {}).items():
         if isinstance(facts, dict) and isinstance(facts.get("store"), str):
             found.append(Source(f"{part}, as trained on", "prepared", Path(facts["store"])))
-    for file, settings in run.settings().items():
+    for file, settings in files.items():
         found += [] if file == RECORD_FILE else _named_in(settings, file)
     for path in sorted(run.path.glob("bad_rows_*.jsonl")):
         part = path.stem.removeprefix("bad_rows_")
@@ -231,11 +227,3 @@ def _field(value: Any) -> Any:
     if len(text) > MAX_CHARACTERS:
         return text[:MAX_CHARACTERS] + f"… ({len(text):,} characters)"
     return value if isinstance(value, str) else json.loads(text, parse_constant=lambda word: None)
-
-
-def _read_json(path: Path) -> Json | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -37,6 +37,28 @@ def export(kind: str, index: RolloutIndex, records: list[Record]) -> Exported:
     return FORMATS[kind](index, records)
 
 
+def read_whole(index: RolloutIndex, seconds: float, mismatch: bool = False) -> None:
+    """All that the run has written is in the index; a sentence where that takes longer. `mismatch`: log-probs are compared, too."""
+    if index.refresh(seconds, mismatch):
+        return
+    progress = index.progress
+    raise ViewError(
+        f"Of {progress.files:,} files of rollouts {progress.indexed:,} were read and {progress.compared:,} compared within "
+        f"{seconds:g} s: an export would lack the others. Reading continues: export again in a while."
+    )
+
+
+def refuse_unreadable(index: RolloutIndex) -> None:
+    """Rollouts that nobody can read cannot be found, or compared with others of their group."""
+    unreadable = index.progress.unreadable
+    for name, reason in unreadable.items():
+        raise ViewError(
+            f"{len(unreadable):,} of {index.progress.files:,} files cannot be read: an export would lack their rollouts. Move them "
+            "away, export chosen rollouts for SFT, or take `posttrain rollouts`, which exports the others. The first is "
+            f"{name}: {reason}"
+        )
+
+
 def found_by(index: RolloutIndex, query: RolloutQuery) -> list[Record]:
     (found,) = index.rows(f"SELECT count(*) AS count FROM rollouts WHERE {query.where}", **query.limits)
     if found["count"] > MAX_ROLLOUTS:

@@ -125,14 +125,8 @@ def _write_png(runs: list[RunNumbers], path: Path) -> None:
 def _draw(axes: Any, name: str, lines: list[Line]) -> None:
     for line in lines:
         values = [float("nan") if value is None else value for value in line.values]
-        axes.plot(
-            line.steps,
-            values,
-            color=line.colour,
-            linewidth=1.1,
-            label=line.name,
-            marker="." if len(values) == 1 else None,
-        )
+        marker = "." if len(values) == 1 else None
+        axes.plot(line.steps, values, color=line.colour, linewidth=1.1, label=line.name, marker=marker)
         if len(line.low):
             axes.fill_between(line.steps, line.low, line.high, color=line.colour, alpha=0.15, linewidth=0)
     axes.set_title(name.partition(" (")[0], fontsize=9)

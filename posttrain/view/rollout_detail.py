@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-from posttrain.view.errors import NotFound
+from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.rollout_index import Record, read_columns
 from posttrain.view.token_text import TokenText, numbered
 
@@ -113,6 +114,7 @@ def details(records: list[Record], rewards: list[str], tokenizer: TokenText | No
 def _detail(record: Json, tokenizer: TokenText | None, allowance: int) -> Json:
     ids = (record["completion_ids"] or [])[:allowance]
     pieces = tokenizer.pieces(ids) if tokenizer else numbered(ids)
+    logps = {name: record[name] for name in ("sampling_logps", "old_logps", "reference_logps")}
     return {
         "prompt_said": parsed_text(record["prompt"]),
         "completion_said": parsed_text(record["completion"]),
@@ -121,18 +123,36 @@ def _detail(record: Json, tokenizer: TokenText | None, allowance: int) -> Json:
         "pieces": pieces,
         "ids": ids,
         "trained": [int(bool(flag)) for flag in (record["trained"] or [])[:allowance]],
-        **{name: _logps(record[name], allowance) for name in ("sampling_logps", "old_logps", "reference_logps")},
+        **{name: values and [known(one, 5) for one in values[:allowance]] for name, values in logps.items()},
         "failure_list": record["failures"] or [],
         "extras": dict(record["extras"] or []),
         "calls": [call | {"seconds": known(call["seconds"] or 0.0)} for call in record["tool_calls"] or []],
         "images": record.get("images") or [],
         "error_text": record["error"],
         "seconds": {name: known(value) for name, value in record["seconds"] or [] if value is not None},
-        "epoch": known(record["epoch"] if record["epoch"] is not None else math.nan),
+        "epoch": known(record["epoch"]),
     }
 
 
-def _logps(values: list[float | None] | None, allowance: int) -> list[float | None] | None:
-    if values is None:
-        return None
-    return [None if value is None else known(value, 5) for value in values[:allowance]]
+# ---- pictures: files of one folder of a run, asked for by the keys of their content and nothing else ---------------------
+
+PICTURE_FOLDER = "rollout_images"
+"""Of a run; `rollout/thumbnails.py` writes to it."""
+PICTURE_TYPE = "image/webp"
+KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
+MAGIC = re.compile(rb"RIFF....WEBP", re.DOTALL)
+MAX_PICTURE_BYTES = 4 << 20
+
+
+def stored_picture(run: Path, key: str) -> bytes:
+    """The bytes of a picture. A link, or a file that holds something else under this name, is not served."""
+    if not KEY.fullmatch(key):
+        raise ViewError("The key of a picture has 32 hexadecimal digits.")
+    path = run / PICTURE_FOLDER / f"{key}.webp"
+    if path.is_symlink() or not path.is_file():
+        raise NotFound("There is no picture of this image: none was kept, or no longer.")
+    with open(path, "rb") as file:
+        data = file.read(MAX_PICTURE_BYTES + 1)
+    if len(data) > MAX_PICTURE_BYTES or not MAGIC.match(data):
+        raise NotFound("The file of this image is not a picture that the run wrote.")
+    return data

@@ -124,8 +124,8 @@ class RolloutIndex:
     def __len__(self) -> int:
         return self.rows("SELECT count(*) AS count FROM rollouts")[0]["count"]
 
-    def refresh(self, wait: float | None = 1.0, mismatch: bool = False) -> None:
-        """Look for what is new, and wait until that is read, but no longer than `wait` seconds.
+    def refresh(self, wait: float | None = 1.0, mismatch: bool = False) -> bool:
+        """Look for what is new, and wait until that is read, but no longer than `wait` seconds: whether it was.
 
         `mismatch` waits for the comparison of log-probs too, which otherwise continues in the background.
         """
@@ -136,7 +136,7 @@ class RolloutIndex:
                 self._thread = threading.Thread(target=self._keep_reading, name="rollout-index", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_answered(question, mismatch), wait)
+            return self._changed.wait_for(lambda: self._is_answered(question, mismatch), wait)
 
     def _is_answered(self, question: int, mismatch: bool) -> bool:
         read = self._seen >= question and self.progress.indexed == self.progress.files

@@ -83,9 +83,8 @@ def _extremes(index: RolloutIndex, shown: int) -> list[list[dict[str, Any]]]:
     falling, names = query.rows(index, "id, prompt_key"), reward_names(index)
     found = []
     for order in (falling, falling[::-1]):
-        first = {
-            row["prompt_key"]: row["id"] for row in reversed(order)
-        }  # the first of each prompt is the last to be set
+        # the first of each prompt is the last to be set
+        first = {row["prompt_key"]: row["id"] for row in reversed(order)}
         ids = [row["id"] for row in order if first[row["prompt_key"]] == row["id"]][:shown]
         found.append(rows_with_text(with_ids(index, ids), names))
     return found

@@ -20,8 +20,8 @@ from urllib.parse import parse_qsl, urlsplit
 from posttrain.view import api
 from posttrain.view.errors import NotFound, Refused, TooLarge, Unauthorized, ViewError, WrongMethod
 from posttrain.view.json_lines import plain
-from posttrain.view.pictures import PICTURE_TYPE
 from posttrain.view.questions import Question
+from posttrain.view.rollout_detail import PICTURE_TYPE
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         path, _ = self._asked()
         self.close_connection = True  # whatever is left of a body that is refused must not be read as a request
         if path not in api.POST:
-            raise (
-                WrongMethod("Use GET for this path.")
-                if path in (*api.GET, *api.PICTURES, *STATIC)
-                else NotFound("There is no such page.")
-            )
+            is_read = path in (*api.GET, *api.PICTURES, *STATIC)
+            raise WrongMethod("Use GET for this path.") if is_read else NotFound("There is no such page.")
         self._check_token()
         return _as_json(api.POST[path](self.server.viewed, self._body()))
 

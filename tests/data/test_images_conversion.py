@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from posttrain.data.images.conversion import contact_sheet, shrink, size_within, tile, to_bytes
+from posttrain.data.images.conversion import contact_sheet, shrink, size_within, to_bytes
 from posttrain.data.images.limits import ImageLimits
 from posttrain.data.images.opening import open_image
 from tests.data.picture_files import encoded, noise
@@ -107,19 +107,7 @@ def test_shrinking():
     assert np.array_equal(open_image(flat, ImageLimits(max_pixels=600)).rgb(), flat[:20, :30])
 
 
-# ------------------------------------------------------------------------------------------------------------ tiles, sheets
-
-
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 12), st.integers(1, 12))
-def test_tiles_cover_the_picture_once(height, width, tile_height, tile_width):
-    picture = noise(height, width)
-    tiles = tile(Image.fromarray(picture), tile_height, tile_width)
-    across = -(-width // tile_width)
-    rows = [
-        np.concatenate([np.asarray(t) for t in tiles[i : i + across]], axis=1) for i in range(0, len(tiles), across)
-    ]
-    assert np.array_equal(np.concatenate(rows), picture)
-    assert tiles[0].size == (min(tile_width, width), min(tile_height, height))
+# ------------------------------------------------------------------------------------------------------------------ sheets
 
 
 @pytest.mark.parametrize("format", ["png", "JPEG", "webp"])

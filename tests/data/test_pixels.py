@@ -292,3 +292,22 @@ def test_streams_carry_their_images(tmp_path):
 def _parts(family):
     layouts = renderer(family).layouts
     return layouts.family, layouts.processor
+
+
+@pytest.mark.parametrize("check", ["decode", "header"])
+def test_spans_carry_their_images_to_a_loader_without_datasets(tmp_path, check):
+    """Also where the file is gone by then, and an image that is shown twice once."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(encoded(PICTURES[2]))
+    rows = [{"images": [str(path), str(path)], "messages": [user("Which?"), assistant("This one.")]}]
+    dataset = prepared(rows, tmp_path / "cache", limits=ImageLimits(check=check))
+    loader, spans = loader_for(dataset, rows), dataset[0][0].images
+    wanted = loader.load(spans)
+    sent = pickle.dumps((loader.without_datasets(), loader.carrying(spans)))
+    assert sent.count(path.read_bytes()[:64]) == 1
+    path.unlink()
+    there, carried = pickle.loads(sent)
+    assert carried == tuple(type(carried[0]).of(span, None, ImageLimits(), carried[0].place) for span in spans)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in there.load(carried).items())
+    with pytest.raises(LookupError, match="in none of the datasets"):
+        there.load(spans)

@@ -68,11 +68,17 @@ def test_metrics_by_hand(sampled):
     assert found["sampling/importance_sampling_ratio/max"].is_largest
     assert found["sampling/masked_share"].tolist() == [0, 1]
     assert found["sampling/effective_sample_size"].tolist() == pytest.approx([0.562256809339])
+    of_longest = found["sampling/masked_share/longest_quarter"].tolist()
+    assert (math.isnan(of_longest[0]), of_longest[1]) == (True, 1)
+    assert found["sampling/effective_sample_size/longest_quarter"].tolist() == [1]
     kl = [4 - 2 * two - 1, 0.5 + two - 1, 0.25 + 2 * two - 1, 0, 0.5 + two - 1]
     assert found["sampling/kl"].tolist() == pytest.approx(kl, abs=1e-12)
     per_token = sampling_metrics(old, sampling, batch, "token_truncate", None, 3.0)
     assert per_token["sampling/importance_sampling_ratio/mean"].tolist() == pytest.approx([3, 0.5, 0.25, 1, 0.5])
     assert per_token["sampling/importance_sampling_ratio/max"].values.max() == pytest.approx(3)
+    # (1/4 + 1 + 1/2)^2 / (3 (1/16 + 1 + 1/4)) = 3.0625 / 3.9375
+    assert per_token["sampling/effective_sample_size/longest_quarter"].tolist() == pytest.approx([7 / 9])
+    assert per_token["sampling/masked_share/longest_quarter"].isnan().tolist() == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("mode", CORRECTION_MODES)

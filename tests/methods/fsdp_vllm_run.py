@@ -1,4 +1,4 @@
-"""One of two processes of a GRPO run under FSDP2 whose completions a server writes; `test_fsdp_vllm.py` starts both."""
+"""One of two processes of a run under FSDP2 whose completions a server writes; `test_fsdp_vllm.py` starts both."""
 
 from __future__ import annotations
 
@@ -72,20 +72,29 @@ def faults(made: Any, rank: int) -> dict[str, str]:
 KINDS = ("adapter", "weights")  # in this order: an adapter goes over the server's first weights
 
 
-def run(folder: Path, url: str, kind: str) -> None:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    made = vllm_runs.trainer(
-        "grpo",
+def place() -> tuple[int, int]:
+    """(rank of this process, number of processes)"""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def trainer(folder: Path, url: str, kind: str, method: str = "grpo", **options: Any) -> Any:
+    return vllm_runs.trainer(
+        method,
         folder,
         vllm_runs.lora() if kind == "adapter" else None,
         vllm_mode="server",
         vllm_server_base_url=[url],
         vllm_sync=kind,
-        per_device_train_batch_size=8 // world,
+        per_device_train_batch_size=8 // place()[1],
         beta=0.05,
         adam_epsilon=1e-3,  # a gradient of about 1e-8 would make a whole step of its rounding
-        **(SHARDED if world > 1 else {}),
+        **options,
     )
+
+
+def run(made: Any, folder: Path) -> None:
+    """Train, save, say what was logged and, with several processes, what each said of faults."""
+    rank, world = place()
     made.train()
     made.save_model(str(folder / "final"))
     told: dict[str, Any] = {"logs": [entry for entry in made.state.log_history if "reward" in entry]}
@@ -98,5 +107,5 @@ def run(folder: Path, url: str, kind: str) -> None:
 def main(folder: Path, url: str) -> None:
     fsdp_on_cpu.allow()
     for kind in KINDS:
-        run(folder / kind, url, kind)
+        run(trainer(folder / kind, url, kind, **(SHARDED if place()[1] > 1 else {})), folder / kind)
     os._exit(0)  # the process group need not be taken apart

@@ -200,6 +200,12 @@ def test_advantages_have_the_population_s_deviation(tmp_path):
             wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
             found = [one.per_token[ADVANTAGES][-1] for one in group]
             np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for line in [line for line in logged(tmp_path) if "async/lead" in line]:  # TRL counts samples
+        assert (line["rollout/inflight"], line["sample/rollout_queue_size"]) == (
+            4 * line["async/in_flight"],
+            4 * line["async/waiting"],
+        )
+        assert line["sample/staleness_max"] == line["async/group_age/max"]
 
 
 # ---- another's worker ----------------------------------------------------------------------------------------------------
@@ -294,6 +300,7 @@ def test_what_is_logged_and_kept_is_the_worker_s(tmp_path):
         assert line["reward"] == pytest.approx(np.mean([one.advantage for one in own]))
         assert (line["rollout/inflight"], line["rollout/retry_total"]) == (2.0, 1.0)
         assert line["async/group_age/max"] == line["async/dropped/stale"] == 0
+        assert line["sample/staleness_mean"] == line["sample/dropped_stale_total"] == 0
     kept = read_rollouts(tmp_path).to_pylist()
     assert [row["advantage"] for row in kept] == pytest.approx([one.advantage for one in worker.put[:24]])
     assert [row["policy_version"] for row in kept] == [row["step"] - 1 for row in kept]

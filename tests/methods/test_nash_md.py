@@ -60,7 +60,7 @@ def test_golden_numbers(level, divergence):
     batch.per_token[ADVANTAGES] = torch.full((3,), PREFERENCE - 0.5)
     made = SimpleNamespace(
         args=SimpleNamespace(beta=[0.1], kl_level=level, mixture_coef=[0.5]), state=SimpleNamespace(epoch=None),
-        mixture_weight=lambda: 0.5, is_judged=False,
+        mixture_weight=lambda: 0.5, is_judged=False, age_weights=lambda *given: None,
     )  # fmt: skip
     made._metrics = lambda *given: NashMDTrainer._metrics(made, *given)
     weights = KL_LEVELS[level](batch, LOGPS - REFERENCE)

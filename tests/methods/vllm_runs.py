@@ -41,6 +41,8 @@ def shortness(completion_ids, **columns):
 def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = None, **options: Any) -> Any:
     """With `engine`, that one writes; otherwise vLLM as the options say."""
     kind, config = METHODS[method]
+    # Before the options: under ZeRO-3 one that is made after them is in pieces at once.
+    policy = options.pop("model", None) or model()
     args = config(
         output_dir=str(output),
         max_steps=STEPS,
@@ -49,9 +51,9 @@ def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = No
         max_completion_length=12,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy=options.pop("save_strategy", "no"),
         report_to="none",
-        use_cpu=True,
+        use_cpu=options.pop("use_cpu", True),
         bf16=False,
         use_vllm=options.pop("use_vllm", engine is None),
         reward_workers=0,
@@ -59,7 +61,7 @@ def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = No
     )
     prompts = Dataset.from_list([{"prompt": f"Count to {number}:"} for number in range(16)])
     more = {"processing_class": tiny.tokenizer(), "peft_config": peft_config, "engine": engine}
-    return kind(model(), shortness, args, train_dataset=prompts, **more)
+    return kind(policy, shortness, args, train_dataset=prompts, **more)
 
 
 def check_run(made: Any, output: Path) -> None:

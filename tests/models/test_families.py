@@ -21,13 +21,19 @@ RIGHT = (
     "deepseek_v3",
     "olmo3",
     "ernie4_5",
+    "llama4_text",
+    "deepseek_v32",
+    "jetmoe",
 )
+NATIVE = ("cohere2", "jetmoe", "gemma2", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", RIGHT)
 def test_first_loss_and_sampler_are_those_of_a_plain_forward(family):
     found = looked_at(family)
     assert is_right(found), found
+    if family in NATIVE:
+        assert (found["layout"], found["why_not_native"]) == ("ragged", None), found
 
 
 def test_a_model_with_more_than_a_head_over_its_hidden_states_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,14 @@ def test_a_large_micro_batch_is_split_before_anything_is_recomputed():
     )
     assert unsplit.checkpointing == FULL
     assert unsplit.tokens_per_pass is None
+    gathering = memory_plan(
+        (room - 5000 * COST.of(NONE, False)) / memory.HEAD_ROOM,
+        replace(batch, gathers=True),
+        COST,
+        STATE,
+        MemoryOverrides(),
+    )
+    assert gathering.checkpointing == SELECTIVE  # 15,000 tokens would do for one process, not for weights in pieces
     given = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, MemoryOverrides(tokens_per_pass=5000))
     assert (given.checkpointing, given.tokens_per_pass) == (NONE, 5000)
 
@@ -194,9 +203,9 @@ def test_logits_are_kept_where_passes_are_large_enough_beside_them():
     roomy = planned(20_000, kept + logit_bytes)
     assert (roomy.keep_logits, roomy.checkpointing, roomy.tokens_per_pass) == (True, NONE, 20_000)
     assert "logits 5.72 GiB" in roomy.sentence
-    tight = planned(20_000, kept)
-    assert (tight.keep_logits, tight.checkpointing, tight.tokens_per_pass) == (False, NONE, 20_000)
-    forced = planned(20_000, kept, keep_logits=True)  # no longer large enough: cheap activations are computed again
+    tight = planned(5_000, kept)
+    assert (tight.keep_logits, tight.checkpointing, tight.tokens_per_pass) == (False, NONE, 5_000)
+    forced = planned(4_500, kept, keep_logits=True)  # no longer large enough: cheap activations are computed again
     assert (forced.keep_logits, forced.checkpointing) == (True, SELECTIVE)
     one_pass = planned(100_000, kept + logit_bytes)
     assert (one_pass.keep_logits, one_pass.tokens_per_pass) == (True, None)

@@ -48,7 +48,7 @@ def test_a_prefix_that_is_not_seen_is_noticed_in_low_precision(monkeypatch):
     """By the average over all words, which is what 16 bits are judged by."""
     monkeypatch.setattr(
         "posttrain.models.attention.ragged.shared_prefix_loop",
-        lambda query, key, value, bounds, longest, prefixes, scaling, dropout: segment_attention(
+        lambda query, key, value, bounds, longest, prefixes, scaling, dropout, *_: segment_attention(
             query, key, value, bounds, longest, scaling, dropout
         )[0],
     )

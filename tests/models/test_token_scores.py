@@ -8,19 +8,46 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    GraniteConfig,
+    MistralConfig,
+)
 
-from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring import fused_head
+from posttrain.models.scoring.heads import CAUSAL_LM
+from posttrain.models.scoring.probe import why_not_ragged
 from posttrain.models.scoring.token_scores import TOKEN_STATS, score_tokens
 from tests import tiny
 
 SHAPE = {**tiny.SHAPE, "vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "head_dim": 4}
 NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+}  # fmt: skip
+SIGHTS = {"windows": {"sliding_window": 4}, "whole": {"layer_types": ["full_attention"] * 2}}
+
+
+def gpt_oss(**own):
+    config = GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, **own)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # torch's has no float64
+
+
+def gemma2(**own):
+    """By `eager`: transformers' SDPA leaves the soft-cap out."""
+    config = Gemma2Config(**SHAPE, attn_logit_softcapping=0.5, query_pre_attn_scalar=4, **own)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
 FAMILIES = {
     "qwen2": lambda: tiny.causal_lm(),
     "llama": lambda: tiny.causal_lm(family="llama"),
@@ -30,6 +57,14 @@ FAMILIES = {
     "gemma2-softcap": lambda: AutoModelForCausalLM.from_config(
         Gemma2Config(**SHAPE, final_logit_softcapping=2.0, attn_logit_softcapping=50.0, query_pre_attn_scalar=4)
     ),
+    "gpt-oss-sinks": lambda: gpt_oss(),
+    "deepseek-v3-latent": lambda: AutoModelForCausalLM.from_config(
+        DeepseekV3Config(**NO_HEAD_DIM | LATENT, first_k_dense_replace=2)
+    ),
+}
+SINKS_OR_CAPS = {
+    **{f"gemma2-{name}": lambda own=own: gemma2(**own) for name, own in SIGHTS.items()},
+    **{f"gpt-oss-{name}": lambda own=own: gpt_oss(**own) for name, own in SIGHTS.items()},
 }
 
 
@@ -78,12 +113,44 @@ def test_equal_to_full_logits_for_every_family(family, temperature):
             assert not scores.stats[name].requires_grad
 
 
-def test_soft_capped_attention_is_noticed_and_padded():
-    loaded = load_model(FAMILIES["gemma2-softcap"](), LoadOptions())
-    assert loaded.layout == PADDED
-    assert "Gemma2" in loaded.notes[0]
-    with pytest.raises(ValueError, match="padding_free=True"):
-        load_model(FAMILIES["gemma2-softcap"](), LoadOptions(layout=RAGGED))
+@pytest.mark.parametrize("family", [*SINKS_OR_CAPS, "deepseek-v3-latent"])
+def test_gradients_do_not_depend_on_the_layout(family):
+    """Of pairs that begin alike, of weights by which soft-caps and sinks matter; against transformers' own forward of each row."""
+    torch.manual_seed(0)
+    model = tiny.with_exact_norms((SINKS_OR_CAPS | FAMILIES)[family]().eval())
+    for parameter in model.parameters():
+        parameter.data.mul_(4) if parameter.dim() > 1 else parameter.data.normal_()
+    plain, rng = copy.deepcopy(model).double(), np.random.default_rng(4)
+    rows = [rng.integers(3, 250, n) for n in (12, 9, 7, 15)]
+    rows[1][:4], rows[3][:4] = rows[0][:4], rows[2][:4]
+    samples = [Sample(ids, np.arange(len(ids)) >= 4, row=place // 2) for place, ids in enumerate(rows)]
+    logps = [plain(input_ids=torch.from_numpy(ids)[None]).logits[0].log_softmax(-1) for ids in rows]
+    wanted = torch.cat([each[3:-1].gather(-1, torch.from_numpy(ids[4:, None])) for each, ids in zip(logps, rows)])
+    slopes = torch.linspace(-1, 2, len(wanted), dtype=torch.float64)
+    (wanted[:, 0] * slopes).sum().backward()
+    loaded = load_model(model, LoadOptions(share_prefixes=True))
+    model.double()  # after transformers' eager, whose rows of padding are no numbers in float64, was asked
+    layouts = [RAGGED, PADDED] if "windows" in family else [SHARED, RAGGED, PADDED]
+    assert loaded.layout == layouts[0], loaded.notes
+    close = 1e-5 if "gemma2" in family else 1e-9  # its `eager` has a softmax in float32
+    found = {}
+    for layout in layouts:
+        model.zero_grad()
+        batch = collate([tuple(samples[:2]), tuple(samples[2:])], ("chosen", "rejected"), layout)
+        scores = score_tokens(model, batch)
+        (scores.logps * slopes).sum().backward()
+        found[layout] = [scores.logps.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    oracle = [wanted[:, 0].detach(), *(parameter.grad for parameter in plain.parameters())]
+    for each in found.values():
+        torch.testing.assert_close(each, oracle, rtol=close, atol=close)
+        torch.testing.assert_close(each, found[PADDED], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("gemma2-softcap", "soft-cap"), ("gpt-oss-sinks", "no SDPA attention")])
+def test_what_has_no_kernel_is_padded_on_a_gpu(family, reason):
+    model = FAMILIES[family]()
+    assert reason in why_not_ragged(model, model, CAUSAL_LM, on_gpu=True)
+    assert load_model(model, LoadOptions()).layout == RAGGED
 
 
 def test_a_trained_model_generates_as_a_fresh_one_does_left_padded():

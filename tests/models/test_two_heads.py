@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from posttrain.losses.distributions import BOTH, SORTED_L1, STUDENT, Divergence
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.fused_divergence import Taught
 from posttrain.models.scoring.fused_head import Reader
-from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
-from posttrain.models.scoring.two_heads import score_divergence, teacher_rows, top_tokens
+from posttrain.models.scoring.token_scores import Measure, likeliest_tokens, logps_of_tokens, score_tokens
+from posttrain.models.scoring.two_heads import score_divergence, teacher_rows
 from posttrain.models.sharding import reshard, whole
 from tests import tiny
 from tests.forked import start_group, wait_for_group
@@ -349,10 +350,14 @@ def test_the_likeliest_tokens_of_a_teacher_and_what_the_student_says_about_them(
     factors = torch.linspace(-1, 1, ours.numel(), dtype=torch.float64).view_as(ours)
     gradients = gradients_of(student, ours, factors)
     batch = batch_for(student, teacher)
-    ids, logps, realised = top_tokens(teacher, batch, 4, temperature=0.7, chunk_tokens=7)
+    measures = {"likeliest": Measure(partial(likeliest_tokens, count=4), (batch.targets,))}
+    with torch.no_grad():
+        scores = score_tokens(teacher, batch, measures=measures, temperature=0.7, chunk_tokens=7)
+    ids, logps = scores.stats["likeliest"].split(4, -1)
+    ids = ids.long()
     assert torch.equal(ids, best.indices)
     torch.testing.assert_close(logps.double(), best.values, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(realised, theirs.log_softmax(-1).gather(-1, targets[:, None])[:, 0], **NEAR)
+    torch.testing.assert_close(scores.logps, theirs.log_softmax(-1).gather(-1, targets[:, None])[:, 0], **NEAR)
     measures = {"candidates": Measure(logps_of_tokens, (ids,), differentiable=True)}
     found = score_tokens(student, batch, measures=measures, chunk_tokens=7).stats["candidates"]
     torch.testing.assert_close(found, ours, **NEAR)

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -43,6 +45,14 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "phi3": (Phi3Config, {}),
     "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 4, **EXPERTS}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        GptOssConfig, {"head_dim": 16, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+         "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS},
+    ),
 }  # fmt: skip
 
 

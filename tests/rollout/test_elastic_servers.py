@@ -12,8 +12,10 @@ import time
 import numpy as np
 import pytest
 
+from posttrain.core.transport import ServerRefused
 from posttrain.rollout.engines.protocol import SamplingParams, generate
 from posttrain.rollout.engines.vllm.client import ServerClient
+from posttrain.rollout.engines.vllm.fleet import RETRY_SECONDS
 from posttrain.rollout.engines.vllm.fleet_members import Member
 from posttrain.rollout.engines.vllm.roster import Roster
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
@@ -66,16 +68,36 @@ def test_a_server_that_joins_is_fed_before_it_is_asked(fakes):
         ({"context_length": 99}, "added with context_length 99; this run began with 100"),
         ({"vocabulary": 7}, "added with vocabulary 7"),
         ({"logprobs_mode": "raw_logprobs"}, "added with logprobs_mode"),
+        (401, "another run's secret"),
     ],
 )
-def test_a_server_that_is_not_as_the_others_is_not_asked(fakes, about, said):
-    engine, late = fakes(), FakeClient("late")
-    late.about = about
-    engine.fleet.join(Member(late))
-    eventually(lambda: state(engine, "late").unrecoverable)
-    assert said in str(state(engine, "late").unrecoverable)
-    assert numbers(engine) == {7}
-    assert late.written == 0
+def test_a_server_that_is_refused_for_good_is_asked_once_and_again_when_its_entry_is_new(
+    fakes, tmp_path, caplog, about, said
+):
+    engine, late, asked = fakes(), FakeClient("late"), []
+
+    def info():
+        asked.append(1)
+        if about == 401:
+            raise ServerRefused("another run's secret", 401)
+        return FakeClient.info(late)
+
+    late.info, late.about = info, {} if about == 401 else about
+    file = tmp_path / "rollout_servers"
+    roster = Roster(file, engine.fleet, lambda line: late)
+    file.write_text("http://late\n")
+    roster.look()
+    eventually(lambda: state(engine, "late") is None)
+    time.sleep(3 * RETRY_SECONDS)
+    roster.look()
+    assert (len(asked), late.written, numbers(engine)) == (1, 0, {7})
+    (line,) = [record.getMessage() for record in caplog.records if "cannot join" in record.getMessage()]
+    assert said in line
+    late.info, late.about = FakeClient.info.__get__(late), {}
+    for content in ("", "http://late\n"):
+        file.write_text(content)
+        roster.look()
+    eventually(lambda: state(engine, "late").is_up)
 
 
 def test_a_server_that_computes_otherwise_is_not_asked(fakes):

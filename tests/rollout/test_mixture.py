@@ -166,7 +166,7 @@ def test_samples_of_the_reference_have_the_references_log_probs(engine):
     model = adapted()
     install_scores(model)
     reference = adapter_off(model)
-    writer = EngineInContext(lambda: ENGINES[engine](model), reference.context)
+    writer = EngineInContext(ENGINES[engine], reference)
     params, asked = SamplingParams(max_tokens=10, temperature=1.0, seed=9), prompts(8)
     before = generate(ENGINES[engine](model), asked, params)
     found = generate(writer, asked, params)

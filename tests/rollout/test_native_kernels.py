@@ -28,9 +28,9 @@ on_cpu = pytest.mark.skipif(ON_GPU, reason="rows lie side by side on a CPU only"
 needs_triton = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
 
 
-def pages_of_rows(prefixes, positions, heads, width):
+def pages_of_rows(prefixes, positions, heads, width, value_width=None):
     """A store with random numbers, and the pages of rows with these prefixes and positions, scattered over it."""
-    store = KeyValueStore({0: LayerShape(heads, width, torch.float32)}, torch.device(DEVICE))
+    store = KeyValueStore({0: LayerShape(heads, width, value_width or width, torch.float32)}, torch.device(DEVICE))
     needed = [pages_for(prefix) + pages_for(position + 1 - prefix) for prefix, position in zip(prefixes, positions)]
     store.grow(1 + sum(needed) + 3)
     pool = PagePool()
@@ -44,7 +44,7 @@ def pages_of_rows(prefixes, positions, heads, width):
     return store, table.to(DEVICE)
 
 
-def explicit_attention(query, store, table, row, position, prefix, scale, window, softcap):
+def explicit_attention(query, store, table, row, position, prefix, scale, window, softcap, sinks=None):
     """Token by token, from the definition of `place` in `cache`."""
     places = [p if p < prefix else p + (-prefix) % PAGE for p in range(position + 1)]
     if window:
@@ -56,7 +56,9 @@ def explicit_attention(query, store, table, row, position, prefix, scale, window
     key, value = (part.double().repeat_interleave(groups, 0) for part in parts)
     scores = (key @ query.double()[:, :, None]).squeeze(-1) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    return (scores.softmax(-1)[:, None] @ value).squeeze(1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], -1)
+    return (scores.softmax(-1)[:, None, : value.shape[1]] @ value).squeeze(1)
 
 
 CASES = [
@@ -72,25 +74,29 @@ CASES = [
     "way",
     [
         "torch",
+        "torch, sinks, narrow values",
         pytest.param("side by side", marks=on_cpu),
+        pytest.param("side by side, sinks, narrow values", marks=on_cpu),
         *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4)),
     ],
 )
 def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, softcap):
     torch.manual_seed(1)
     heads, key_heads, width, scale = 6, 2, 24, 0.3
-    store, table = pages_of_rows(prefixes, positions, key_heads, width)
+    sinks = torch.randn(heads, device=DEVICE) if "sinks" in way else None
+    widths = (width, width if sinks is None else 16)
+    store, table = pages_of_rows(prefixes, positions, key_heads, *widths)
     rows = len(prefixes)
     query = torch.randn(rows, heads, width, device=DEVICE)
-    key, value = (torch.randn(rows, key_heads, width, device=DEVICE) for _ in range(2))
+    key, value = (torch.randn(rows, key_heads, each, device=DEVICE) for each in widths)
     where = (table, torch.tensor(positions, device=DEVICE), torch.tensor(prefixes, device=DEVICE))
     in_use = torch.ones(rows, dtype=torch.int64, device=DEVICE)
-    if way == "torch":
+    if way.startswith("torch"):
         plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use > 0)
-        found = plain.decode_attention(query, store.keys[0], store.values[0], *where, scale, window, softcap)
-    elif way == "side by side":
+        found = plain.decode_attention(query, store.keys[0], store.values[0], *where, scale, window, softcap, sinks)
+    elif way.startswith("side by side"):
         dense = DenseRows(store, *where, 1)
-        found = dense.attend(0, query, key, value, scale, window, softcap)
+        found = dense.attend(0, query, key, value, scale, window, softcap, sinks)
         dense.advance()
         dense.keep()
     else:
@@ -105,7 +111,7 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
         page = table[row, place // PAGE].item()
         assert torch.equal(store.keys[0][page, :, place % PAGE], key[row])
         assert torch.equal(store.values[0][page, :, place % PAGE], value[row])
-        wanted = explicit_attention(query[row], store, table, row, position, prefix, scale, window, softcap)
+        wanted = explicit_attention(query[row], store, table, row, position, prefix, scale, window, softcap, sinks)
         assert torch.allclose(found[row].double(), wanted, atol=1e-5), row
 
 

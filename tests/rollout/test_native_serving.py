@@ -14,10 +14,11 @@ from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.native.serving import ServedNative, make_engine
 from posttrain.rollout.engines.noise import noise_base
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
-from posttrain.serve.engine.protocol import Accepted, GenerateJob, Sampling, ScoreJob
+from posttrain.serve.engine.protocol import Accepted, CacheUse, GenerateJob, Sampling, ScoreJob
 from posttrain.serve.errors import EngineFailed
 from posttrain.serve.launch import StartError, parser
 from tests import tiny
+from tests.rollout.families import VOCABULARY, model_of
 
 ANY = Accepted(0, 100)
 
@@ -80,6 +81,25 @@ def test_all_pages_are_free_after_a_cancel():
     assert run(engine, [job("after")])["after"].ids == written_here([job("after")])[0]
 
 
+def test_what_the_server_says_of_pages_and_of_completions_that_had_to_wait_again():
+    """Six completions of 3 + 60 tokens want 4 pages of their own each, and one for the prompt; there are 12."""
+    roomy, engine = served(), served(max_slots=6, steps_per_look=1)
+    page = engine.engine._made[0].page_bytes
+    engine.engine.kv_memory = 13 * page
+    jobs, shares = [job(f"j{key}", [1, 2, 3], key, 60) for key in range(6)], []
+    finished = run(engine, jobs, lambda number: shares.append(engine.cache_use.used_share))
+    assert [finished[one.job_id].ids for one in jobs] == [run(roomy, jobs)[one.job_id].ids for one in jobs]
+    assert shares[0] == 0
+    assert 10 / 12 <= max(shares) <= 1
+    assert all(share * 12 == pytest.approx(round(share * 12)) for share in shares)
+    once = engine.cache_use
+    assert once.used_share == 0
+    assert once.preempted > 0
+    run(engine, jobs)  # in another session
+    assert engine.cache_use == CacheUse(0.0, 2 * once.preempted)
+    assert roomy.cache_use == CacheUse(0.0, 0)
+
+
 def test_ways_to_draw_take_turns():
     """Whoever asks for another way waits for those before, and those behind wait for him."""
     greedy = [job("g0", tokens=4, temperature=0.0), job("g1", tokens=9, temperature=0.0)]
@@ -101,6 +121,39 @@ def test_scores_and_completions_are_those_of_a_plain_forward():
     assert [token for token, _ in finished["score"].top[0]] == rows[1].topk(3).indices.tolist()
     wanted = tempered.gather(1, drawn[0, len(ids) :, None])[:, 0]
     np.testing.assert_allclose(finished["draw"].logps, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])  # gemma2: windows of 20 tokens, and soft-caps
+def test_scores_of_many_are_those_of_each_alone_and_share_passes(family, monkeypatch):
+    rng = np.random.default_rng(0)
+    asked = [
+        (30, 1, 0),
+        (7, 3, 5),
+        (30, 29, 2),
+        (40, 10, 0),
+        (2, 1, 999),
+        (90, 1, 0),
+    ]  # tokens, first scored, likeliest
+    jobs = [
+        ScoreJob(f"j{n}", tuple(rng.integers(3, VOCABULARY, length).tolist()), start, top_k, ANY)
+        for n, (length, start, top_k) in enumerate(asked)
+    ]
+    engine = served(model_of(family), prefill_tokens=90)
+    shapes, forward = [], engine.model.model.forward
+    seen = lambda **given: (shapes.append(tuple(given["input_ids"].shape)), forward(**given))[1]  # noqa: E731
+    monkeypatch.setattr(engine.model.model, "forward", seen)
+    finished = run(engine, jobs)
+    assert shapes == [(3, 30), (2, 40), (1, 90)]
+    for one in jobs:
+        with torch.no_grad():
+            rows = engine.model(torch.tensor([one.ids])).logits[0, one.start - 1 : -1].log_softmax(-1)
+        wanted = rows.gather(1, torch.tensor(one.ids[one.start :])[:, None])[:, 0]
+        np.testing.assert_allclose(finished[one.job_id].logps, wanted, atol=1e-5)
+        likeliest = rows.topk(min(one.top_k, VOCABULARY))
+        for place, ids, logps in zip(finished[one.job_id].top, likeliest.indices, likeliest.values):
+            assert [token for token, _ in place] == ids.tolist()
+            np.testing.assert_allclose([logp for _, logp in place], logps, atol=1e-5)
+        assert len(finished[one.job_id].top) == (len(rows) if one.top_k else 0)
 
 
 @pytest.mark.parametrize(

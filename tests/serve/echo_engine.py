@@ -27,6 +27,8 @@ class _Writing:
 
 
 class EchoEngine:
+    cache_use = None
+
     def __init__(
         self,
         weights: dict[str, Tensor],

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from posttrain.rollout.engines.native.serving import ServedNative
 from posttrain.serve.auth import TokenFileError, read_local_token, token_file_of
+from posttrain.serve.engine.protocol import CacheUse
 from posttrain.serve.errors import TooSlow
 from posttrain.serve.http.app import ENDPOINTS, read_body
 from posttrain.serve.launch import StartError, main, read_token
@@ -249,6 +250,13 @@ def test_metrics_have_their_names(served):
     assert values["generated_tokens_total"] == 3
     assert values['requests_total{route="/generate",status="200"}'] == 1
     assert values['requests_total{route="none",status="404"}'] == 1
+
+
+def test_an_engine_that_tells_of_its_cache_has_two_more_metrics(served):
+    one = served()
+    one.engine.cache_use = CacheUse(0.25, 7)
+    lines = asyncio.run(one("GET", "/metrics")).body.decode().splitlines()
+    assert {"posttrain_kv_used_share 0.25", "posttrain_preempted_total 7.0"} <= {*lines}
 
 
 def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):

@@ -247,11 +247,12 @@ def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version
         assert [version for _, _, version in mine["spans"]] == [serving, serving + 1]
         ids = prompt["ids"] + mine["ids"]
         for begin, end, version in mine["spans"]:
-            with torch.no_grad():
-                rows = (old if version == serving else new)(torch.tensor([ids])).logits[0].log_softmax(-1)
-            rows = rows[len(prompt["ids"]) - 1 + begin : len(prompt["ids"]) - 1 + end]
-            chosen = rows.gather(1, torch.tensor(mine["ids"][begin:end])[:, None])[:, 0]
+            rows, wanted = scores(old if version == serving else new, ids)
+            _, others = scores(new if version == serving else old, ids)
+            place = slice(len(prompt["ids"]) - 1 + begin, len(prompt["ids"]) - 1 + end)
+            rows, chosen = rows[place], wanted[place]
             assert mine["logps"][begin:end] == pytest.approx(chosen.tolist(), abs=1e-3)
+            assert (chosen - others[place]).abs().mean() > 1  # under the other version they are far away
             worst = (rows.max(-1).values - chosen).max()  # two tokens may be as likely as each other, to rounding
             assert worst < 1e-3, (begin, end, int((rows.max(-1).values - chosen).argmax()), float(worst))
 

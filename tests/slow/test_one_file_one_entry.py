@@ -58,9 +58,7 @@ class BestTrainer(BaseTrainer):
         term = f"-log sigmoid({number(args.keenness)} (m_c - m_r))"
         return Formula((term,), (f"sum over pairs / {totals['units']} pairs of the step",), (("m", "mean log-prob"),))
 '''
-ENTRY = (
-    '    "best": Method("posttrain.methods.best", "BestTrainer", "BestConfig", "Preferences without a reference"),\n'
-)
+ENTRY = '    "best": ours("best", "Best", "Preferences without a reference"),\n'
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def copy(tmp_path_factory):
             shutil.copy(ROOT / name, folder / name)
     (folder / "posttrain/methods/best.py").write_text(FILE)
     table = folder / "posttrain/methods/table.py"
-    table.write_text(table.read_text().replace('    "sft": Method', ENTRY + '    "sft": Method', 1))
+    table.write_text(table.read_text().replace('    "sft": ours', ENTRY + '    "sft": ours', 1))
     tiny.causal_lm(0).save_pretrained(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
     environment = {

@@ -2,6 +2,8 @@
 
     python -m tests.trainer.deepspeed_run FOLDER STAGE METHOD
 
+Started by `accelerate launch --use_deepspeed`, the options say nothing of DeepSpeed.
+
 accelerate starts DeepSpeed on accelerators only; here its processes are told to be CPUs on gloo, before it looks.
 """
 
@@ -24,9 +26,11 @@ from posttrain.models.load.weight_export import exported_weights
 from tests import tiny
 from tests.trainer.fsdp_cells import DATA, Cell, model_of
 
+LAUNCHED = "ACCELERATE_USE_DEEPSPEED" in os.environ  # later it is there in any case
 
-def trainer(folder: Path, stage: int, method: str, world: int) -> Any:
-    config = {
+
+def zero(stage: int) -> dict[str, Any]:
+    return {
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "train_batch_size": "auto",
@@ -34,6 +38,13 @@ def trainer(folder: Path, stage: int, method: str, world: int) -> Any:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
+
+
+def allow_on_cpu() -> None:
+    PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.MULTI_CPU)
+
+
+def trainer(folder: Path, stage: int, method: str, world: int) -> Any:
     model = model_of(Cell(method))  # before the options: a model that is made after them is partitioned at once
     args = METHODS[method].config_class(
         output_dir=str(folder),
@@ -50,7 +61,8 @@ def trainer(folder: Path, stage: int, method: str, world: int) -> Any:
         report_to="none",
         bf16=False,
         dataset_cache_dir=str(folder.parent / "cache"),
-        **({"deepspeed": config} if world > 1 else {"use_cpu": True}),
+        use_cpu=world == 1,
+        deepspeed=None if world == 1 or LAUNCHED else zero(stage),
     )
     rows = Dataset.from_list(DATA.get(method, tiny.pairs)(11))
     return METHODS[method].trainer_class(
@@ -62,7 +74,7 @@ def main(folder: Path, stage: int, method: str) -> None:
     torch.set_num_threads(1)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
-        PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.MULTI_CPU)
+        allow_on_cpu()
     made = trainer(folder, stage, method, world)
     made.train()
     made.save_model(str(folder / "final"))

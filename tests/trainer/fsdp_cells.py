@@ -54,6 +54,8 @@ GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
 SDFT = {"max_completion_length": 5, "num_generations": 2}
 REWARDED = ("grpo", "ppo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo")
 TAUGHT = ("gkd", "distillation", "iw_opd", "minillm", "gold")
+MOVES = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
+AVERAGED = {"teacher_model_kind": "ema", "teacher_update_rate": 0.3}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -93,6 +95,8 @@ CELLS = {
     "sft-nonfinite": Cell("sft", fault="nan:gradient:2"),
     "dpo": Cell("dpo", {"eval_strategy": "steps"}),
     "dpo-lora": Cell("dpo", {"precompute_ref_log_probs": False}, LORA),
+    "dpo-follows": Cell("dpo", MOVES, resumes=True),
+    "grpo-follows": Cell("grpo", ONLINE | MOVES | {"steps_per_generation": 2, "num_iterations": 1}, resumes=True),
     "reward": Cell("reward"),
     "reward-lora": Cell("reward", {}, LORA),
     "cpo": Cell("cpo", {"loss_type": "simpo"}),
@@ -113,6 +117,8 @@ CELLS = {
     "gkd-lora": Cell("gkd", {**GKD, "lmbda": 0.0, "chunk_tokens": 7}, LORA),
     "sdft": Cell("sdft", SDFT | {"distillation_mode": "full_logits", "teacher_model_kind": "live"}),
     "sdft-lora": Cell("sdft", SDFT | {"distillation_topk": 5, "steps_per_generation": 4}, LORA),
+    "sdft-average": Cell("sdft", SDFT | AVERAGED, resumes=True),
+    "sdft-average-lora": Cell("sdft", SDFT | AVERAGED, LORA, resumes=True),
     "rloo": Cell("rloo", ONLINE),
     # Of one weight the gradient is hardly more than rounding, which Adam would divide by itself.
     "online_dpo": Cell("online_dpo", without(ONLINE, "num_generations") | {"adam_epsilon": 1e-5}),

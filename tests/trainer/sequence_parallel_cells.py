@@ -35,6 +35,10 @@ STEPS, SAVED = 3, 2
 ROWS = 11  # the last step is uneven, and a process that reads for itself may be left without a row
 ONLINE = {key: value for key, value in ONLINE.items() if key != "steps_per_generation"} | {"epsilon": 2e-3}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+SINKS = {
+    "family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 8,
+    "experts_implementation": "eager",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ CELLS = {
     "grpo-windows": Cell("grpo", ONLINE | {"steps_per_generation": 4, "shuffle_dataset": True}, resumes=True),
     "grpo-fsdp": Cell("grpo", ONLINE, fsdp=True),
     "rloo": Cell("rloo", {key: value for key, value in ONLINE.items() if key != "epsilon"}),
+    "sft-sinks": Cell("sft", {"router_aux_loss_coef": 0.0}, SINKS),
 }
 
 

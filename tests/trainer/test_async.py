@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import signal
 import threading
@@ -27,9 +28,10 @@ from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
 from tests.forked import Child, start_group, wait_for_group
 from tests.forked_workers import forked_workers  # noqa: F401
+from tests.forked_workers import use as use_forked_workers
 from tests.trainer import fsdp_on_cpu
 from tests.trainer.resumable_run import KillAfter
-from tests.trainer.test_online import logged, trainer, weights
+from tests.trainer.test_online import logged, rows, trainer, weights
 from tests.waiting import eventually
 
 NATIVE = {"rollout_engine": "native", "max_steps": 5, "learning_rate": 0.05, "seed": 7}
@@ -43,7 +45,7 @@ def odd_sums(completions, completion_ids, **kwargs):
 
 
 def run(folder, **options):
-    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made = trainer(folder, **{"rewards": odd_sums, **NATIVE, **options})
     made.train()
     made.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "posttrain rollouts"]
@@ -77,6 +79,16 @@ def test_without_a_lead_it_is_the_synchronous_run_to_the_bit(tmp_path, order, op
     for (name, wanted), found in zip(weights(plain).items(), weights(beside).values()):
         assert torch.equal(wanted, found), name
     assert written(tmp_path / "beside") == written(tmp_path / "plain")
+    same_numbers(logged(tmp_path / "beside"), logged(tmp_path / "plain"))
+
+
+@pytest.mark.slow
+def test_without_a_lead_the_engine_is_the_trainer_s_which_may_evaluate(tmp_path):
+    """A worker that wrote as soon as a step is done would meet the evaluation in the one engine that there is."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows()}
+    plain = run(tmp_path / "plain", **options)
+    beside = run(tmp_path / "beside", async_rollouts=True, async_lead=0, **options)
+    assert all(torch.equal(left, right) for left, right in zip(weights(plain).values(), weights(beside).values()))
     same_numbers(logged(tmp_path / "beside"), logged(tmp_path / "plain"))
 
 
@@ -166,7 +178,7 @@ def assert_ages_are_those_of_the_journal(folder, bound, masks):
     journal, stored = Journal(folder), written(folder)
     lines = {line["step"]: line for line in logged(folder) if "async/token_age/max" in line}
     assert len(lines) == len(journal.windows())
-    for window, entry in journal.windows().items():
+    for (window, _), entry in journal.windows().items():
         groups = [Group.from_bytes(journal.read(number), lambda row: NO_ROW) for number in entry["numbers"]]
         rollouts = [rollout for group in groups for rollout in group.written.rollouts]
         ages = np.concatenate([window - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts])
@@ -209,8 +221,17 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
         shares = [line[f"async/token_age/share/{age}"] for age in range(3)]
         assert (sum(shares), shares[1] + 2 * shares[2]) == pytest.approx((1.0, line["async/token_age/mean"]))
         assert 0 <= line["async/worker_idle/inline-0"] <= 1
+        parts = line["async/token_age/in_flight"] + line["async/token_age/in_queue"]
+        assert parts == pytest.approx(line["async/token_age/mean"])
+        open_groups = line["async/in_flight"] + line["async/waiting"]
+        assert line["async/begun"] == line["async/taken"] + line.get("async/dropped/stale", 0) + open_groups
+        assert (line["async/workers_up"], 0 <= line["async/overlap"] <= 1) == (1, True)
         assert line["async/token_age/max"] <= 2
     assert made.state.global_step == 12
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "async/lead" in line][-1]
+    assert min(last["sync/trainer_held_s"], last["async/queue_s"], last["async/journal_mb"]) > 0
+    assert max(line.get("sync/worker_paused_s", 0) for line in lines) > 0
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------------------
@@ -239,7 +260,7 @@ def losses(folder):
 
 
 def resumed(folder, **options):
-    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made = trainer(folder, **{"rewards": odd_sums, **NATIVE, **options})
     made.train(resume_from_checkpoint=True)
     made.close()
     return made
@@ -280,6 +301,8 @@ def on_two(folder, **options):
     def train(rank):
         if options.get("fsdp"):
             fsdp_on_cpu.allow()
+        if options.get("rollout_workers"):
+            use_forked_workers()
         run(folder, per_device_train_batch_size=8, dataset_cache_dir=f"{folder}-cache-{rank}", **WINDOWS, **options)
         dist.destroy_process_group()
 
@@ -287,12 +310,17 @@ def on_two(folder, **options):
     assert wait_for_group(children) == [0, 0], "\n".join(child.output() for child in children)
 
 
+IN_WORKERS = pytest.param({"rollout_workers": 1}, id="workers", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("workers", [pytest.param({}, id="threads"), IN_WORKERS])
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("lead", [0, 1])
-def test_two_processes_write_what_one_does(tmp_path, lead, fsdp):
+def test_two_processes_write_what_one_does(tmp_path, lead, fsdp, workers):
+    """Sharded ones gather their weights together, for whoever writes."""
     ahead = {"async_rollouts": True, "async_order": "in_order", "async_lead": lead}
     run(tmp_path / "one", per_device_train_batch_size=16, **WINDOWS, **ahead)
-    on_two(tmp_path / "two", **ahead, **{"fsdp": True} if fsdp else {})
+    on_two(tmp_path / "two", **ahead, **workers, **{"fsdp": True} if fsdp else {})
     key = lambda row: (row["step"], row["group"], row["sample"])  # noqa: E731
     one, two = (sorted(written(tmp_path / name), key=key) for name in ("one", "two"))
     assert [key(row) for row in one] == [key(row) for row in two]
@@ -306,3 +334,11 @@ def test_a_group_on_two_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(made.args.schedule()), "splits_groups", True)
     with pytest.raises(ValueError, match="some lie on several processes"):
         refuse_async(made)
+
+
+def test_an_engine_that_is_given_is_refused(tmp_path):
+    """It would be left unused: each writer makes one of its own."""
+    engine = trainer(tmp_path, odd_sums, **NATIVE).engine
+    with pytest.raises(ValueError, match="leave `engine` out"):
+        trainer(tmp_path, odd_sums, engine=engine, async_rollouts=True, **NATIVE)
+    trainer(tmp_path, odd_sums, engine=engine, async_rollouts=True, async_lead=0, **NATIVE).train()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -156,3 +157,11 @@ def test_a_mistake_in_a_worker_is_shown_where_the_trainer_waits(tmp_path, monkey
     with pytest.raises(RuntimeError, match=r"(?s)Rollout worker-0 failed:.*a bug of mine"):
         made.train()
     assert no_children()
+
+
+def test_what_a_worker_is_made_of_holds_no_weights(tmp_path):
+    """They are published apart from it; a worker on another GPU would load them onto the trainer's."""
+    made = trainer(tmp_path, odd_sums, rollout_engine="native")
+    content = next(made.model.parameters()).detach().numpy().tobytes()[:256]
+    assert content in cloudpickle.dumps(made.model)
+    assert content not in cloudpickle.dumps(remote.without_weights(made.model))

@@ -1,15 +1,10 @@
-"""ZeRO-2 and ZeRO-3 on two CPU processes: trained, evaluated, saved whole, exported and resumed as without it.
-
-Needs DeepSpeed, in this environment or in that of the interpreter which POSTTRAIN_DEEPSPEED_PYTHON names.
-"""
+"""ZeRO-2 and ZeRO-3 on two CPU processes: trained, evaluated, saved whole, exported and resumed as without it."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,32 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.rollout.engines.vllm.launcher import free_port
+from tests.trainer.deepspeed_run import zero
+from tests.with_deepspeed import PYTHON, ROOT, needs_deepspeed, start_ranks, wait_for_ranks
 
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("POSTTRAIN_DEEPSPEED_PYTHON") or (
-    sys.executable if importlib.util.find_spec("deepspeed") else None
-)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON, reason="deepspeed is not installed and POSTTRAIN_DEEPSPEED_PYTHON is not set: not run"
-    ),
-]
+pytestmark = needs_deepspeed
 
 
 def run(folder: Path, method: str, stage: int, processes: int) -> None:
-    folder.mkdir()
-    started, port = [], free_port()
-    for rank in range(processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        environment |= {name: str(value) for name, value in place.items()} if processes > 1 else {}
-        log = open(folder / f"{rank}.log", "w")  # noqa: SIM115
-        command = [PYTHON, "-m", "tests.trainer.deepspeed_run", str(folder), str(stage), method]
-        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
-    for rank, process in enumerate(started):
-        assert process.wait(timeout=250) == 0, (folder / f"{rank}.log").read_text()[-4000:]
+    wait_for_ranks(start_ranks(folder, processes, "tests.trainer.deepspeed_run", str(stage), method), folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +36,37 @@ def alone(tmp_path_factory):
     return of
 
 
+def launch(folder: Path, method: str, stage: int) -> None:
+    """The same by `accelerate launch` and a file."""
+    folder.mkdir(parents=True)
+    (folder / "zero.json").write_text(json.dumps(zero(stage)))
+    words = ["--use_deepspeed", "--deepspeed_config_file", str(folder / "zero.json"), "--num_processes", "2"]
+    words += ["--num_machines", "1", "--main_process_port", str(free_port()), "-m", "tests.trainer.deepspeed_run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [PYTHON, "-m", "accelerate.commands.launch", *words, str(folder), str(stage), method]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 def losses(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines for key in ("loss", "grad_norm", "kl", "delta", "eval_loss") if key in line]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("method", ["sft", "dpo", "orpo", "kto", "bco", "prm"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "cpo", "orpo", "tpo", "kto", "bco", "prm"])
 def test_ends_where_one_process_does(method, stage, alone, tmp_path):
-    one, folder = alone(method), tmp_path / "two"
-    run(folder, method, stage, 2)
+    run(tmp_path / "two", method, stage, 2)
+    assert_ends_alike(alone(method), tmp_path / "two")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_s_launcher_and_its_file_mean_the_same(stage, alone, tmp_path):
+    launch(tmp_path / "two", "dpo", stage)
+    assert_ends_alike(alone("dpo"), tmp_path / "two")
+
+
+def assert_ends_alike(one: Path, folder: Path) -> None:
     assert losses(folder) == pytest.approx(losses(one), rel=1e-5, abs=1e-7)
     expected = load_file(one / "final" / "model.safetensors")
     for found in ("final/model.safetensors", "exported.safetensors", "resumed/final/model.safetensors"):

@@ -36,7 +36,14 @@ def trainer(
     callbacks=None,
     **options,
 ):
-    passed_on = ("eval_dataset", "rollout_func", "peft_config", "reward_processing_classes", "group_filter_func")
+    passed_on = (
+        "eval_dataset",
+        "rollout_func",
+        "peft_config",
+        "reward_processing_classes",
+        "group_filter_func",
+        "engine",
+    )
     kept = {key: options.pop(key) for key in passed_on if key in options}
     defaults = {
         "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4,

@@ -16,6 +16,8 @@ from posttrain.models.load.reference import frozen_adapter, frozen_copy
 from posttrain.trainer.references.setup import MoveTeacherCallback
 from posttrain.trainer.self_distilling_trainer import fill, shown
 from tests import tiny
+from tests.forked_workers import forked_workers  # noqa: F401
+from tests.trainer.test_async import written
 from tests.trainer.test_distilling import collected
 
 ROWS = [{"prompt": f"What is {i}?", "privileged_context": f"It is {i}."} for i in range(8)]
@@ -225,3 +227,17 @@ def test_an_empty_template_teaches_nothing_and_context_does(tmp_path):
         losses.append(entry["loss"])
     assert losses[0] == pytest.approx(0, abs=1e-7)
     assert losses[1] > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_process_writes_to_the_teachers_prompt_what_a_thread_does(tmp_path):
+    options = {"generate_from_teacher": True, "async_rollouts": True, "async_order": "in_order", "async_lead": 1}
+    for name, workers in (("thread", None), ("process", 1)):
+        trainer = sdft(tmp_path / name, **options, rollout_workers=workers, rollout_engine="native", seed=7)
+        trainer.train()
+        trainer.close()
+    rows = written(tmp_path / "process")
+    assert rows == written(tmp_path / "thread")
+    assert len(rows) == 8
+    assert len({tuple(row["completion_ids"]) for row in rows}) > 4

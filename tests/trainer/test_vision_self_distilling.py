@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posttrain.core.sample import Sample
-from posttrain.trainer.self_distilling_trainer import shown
+from posttrain.trainer.self_distilling_trainer import shown, teacher_sample
 from tests import tiny_vision
 from tests.tiny_vision import TinyVision, vision_model
 from tests.trainer.vision_runs import PICTURES, chats, question, trainer_of
@@ -84,7 +84,7 @@ def test_a_teachers_prompt_in_which_images_have_no_room_is_refused_or_left_out(t
     trainer = made("sdft", "llava", tmp_path / "b", torch.float32)
     row = trainer.train_dataset[0]
     with pytest.raises(ValueError, match=r"row 0 has \d+ tokens with its images, and there is room for 9"):
-        trainer.teacher_sample(row.prompt, row.columns, 0, 9, row.images)
+        teacher_sample(trainer.renderer, row.prompt, row.columns, 0, 9, row.images)
 
 
 def test_images_in_the_privileged_context_are_refused(tmp_path):

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
+from posttrain import GRPOConfig, GRPOTrainer, OnlineDPOTrainer, RLOOTrainer
 from posttrain.core.transport import ServerRefused, ServerSlow
 from posttrain.data.vision.families import FAMILIES
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.params import PROCESSED, RAW
+from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.weight_sync import WeightSync
@@ -25,6 +26,7 @@ from posttrain.trainer.online.vllm_setup import (
     _sends_adapter,
     client_of,
     refuse_correction_without_logps,
+    refuse_given_servers,
     refuse_images_in_vllm,
     refuse_servers_without_images,
     shared_gpu_notes,
@@ -32,7 +34,8 @@ from posttrain.trainer.online.vllm_setup import (
     vllm_engine,
 )
 from tests import tiny
-from tests.rollout.served import echo_process, needs_uvicorn
+from tests.methods import vllm_runs
+from tests.rollout.served import FakeClient, echo_process, needs_uvicorn
 
 QUICK = Deadlines(connect=1, health=1, control=2, start=1.5)
 
@@ -214,6 +217,38 @@ def test_without_vllm_a_colocated_run_says_what_else_there_is(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"the native engine.*vllm_mode='server'"):
         vllm_engine(trainer().args, None, None, str, is_fully_sharded=False, notes=[])
+
+
+@pytest.mark.parametrize(
+    ("cls", "use_vllm", "said"),
+    [
+        (GRPOTrainer, True, "in pieces are sent to servers"),
+        (GRPOTrainer, False, "Use a server .`use_vllm=True, vllm_mode='server'`"),
+        (OnlineDPOTrainer, True, "has not been tried under DeepSpeed"),
+    ],
+)
+def test_under_deepspeed_servers_alone_write(cls, use_vllm, said, monkeypatch):
+    made = with_engine(None, cls)
+    made.args.use_vllm = use_vllm
+    made.model = made.shown_images = None
+    made.renderer = made.loaded = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), notes=[])
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=said):
+        made._make_engine()
+
+
+def test_servers_that_were_given_are_refused_where_all_processes_gather_the_weights(monkeypatch, tmp_path):
+    """Process 0 would wait for the others in the first gather, and they for its outcome."""
+    with ServedVLLM([FakeClient("fake")], export=list) as engine:
+        made = lambda: vllm_runs.trainer("grpo", tmp_path, engine=engine)  # noqa: E731
+        assert made().engine is engine
+        monkeypatch.setattr(GRPOConfig, "sharding", "deepspeed")
+        with pytest.raises(ValueError, match=r"given .ServedVLLM. sends .* set `use_vllm=True, vllm_mode='server'`"):
+            made()
+        with pytest.raises(ValueError, match="from one process"):
+            refuse_given_servers(engine, SimpleNamespace(sharding="fsdp"))
+        own = SimpleNamespace(is_foreign=True)  # an engine of each process
+        refuse_given_servers(own, SimpleNamespace(sharding="fsdp"))
 
 
 # ---- images ------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def quiet(tmp_path_factory):
 def test_whatever_happens_to_workers_the_run_is_the_same(count, how, quiet, tmp_path, monkeypatch, figure):
     """At places of their own code: questions, answers half sent, weights half read, tokens half written."""
     monkeypatch.setattr(remote, "SILENT_SECONDS", 5.0)
+    monkeypatch.setattr(remote, "START_SECONDS", 20.0)  # both may be stopped before they have asked for work
     monkeypatch.setattr(remote, "DEATHS_IN_A_ROW", 10**6)
     rng = random.Random(f"{how} {count}")
     places = [*PLACES, *rng.choices([*PLACES], k=1000)] if count > len(PLACES) else rng.sample([*PLACES], count)

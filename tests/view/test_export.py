@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ from posttrain.rollout.store import RolloutStore
 from posttrain.view import api
 from posttrain.view.api import Viewed
 from posttrain.view.errors import NotFound, ViewError
+from posttrain.view.rollout_index import RolloutIndex
 from posttrain.view.run_folder import open_runs
 
 
@@ -100,3 +102,29 @@ def test_rollouts_about_images_are_left_out_and_counted(kind, tmp_path):
     assert list(made["skipped"].values()) == [1 if kind == "dpo" else 2]
     assert "about images" in next(iter(made["skipped"]))
     assert made["rows"] == (1 if kind == "dpo" else 2)
+
+
+@pytest.mark.parametrize("slow", ["_index", "_compare"])
+def test_what_is_not_read_yet_is_waited_for_and_never_left_out(viewed, monkeypatch, slow):
+    go_on, work = threading.Event(), getattr(RolloutIndex, slow)
+    monkeypatch.setattr(RolloutIndex, slow, lambda self, *given: go_on.wait(60) and work(self, *given))
+    monkeypatch.setattr(api, "EXPORT_SECONDS", 0.3)
+    asked = {"run": 0, "format": "sft", "filter": {"mismatch_max": "9"} if slow == "_compare" else {}}
+    read = 4 if slow == "_compare" and viewed.runs[0].rollouts.refresh(60.0) else 0
+    with pytest.raises(ViewError, match=rf"Of 4 files of rollouts {read} were read and 0 compared within 0\.3 s"):
+        api.exported(viewed, asked)
+    with pytest.raises(ViewError, match="an export would lack the others"):
+        api.exported(viewed, {"run": 0, "format": "dpo", "ids": ["1/process-0/1"]} if slow == "_index" else asked)
+    go_on.set()
+    monkeypatch.setattr(api, "EXPORT_SECONDS", 60.0)
+    assert api.exported(viewed, asked)["rows"] == (0 if slow == "_compare" else 8)  # of 9, one could not be written
+
+
+def test_a_file_that_cannot_be_read_is_named_and_chosen_rollouts_are_exported_without_it(viewed):
+    (file,) = (viewed.runs[0].path / "rollouts/step=000002").glob("*.parquet")
+    file.write_bytes(b"torn")
+    for body in ({"format": "sft"}, {"format": "dpo", "ids": ["1/process-0/1"]}):
+        with pytest.raises(ViewError, match=r"1 of 4 files cannot .* The first is step=000002/process-0\.parquet: "):
+            api.exported(viewed, {"run": 0, **body})
+    made = api.exported(viewed, {"run": 0, "format": "sft", "ids": ["1/process-0/1"]})
+    assert rows(made) == [{"prompt": "2 + 2 =", "completion": " 4"}]

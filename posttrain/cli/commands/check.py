@@ -85,23 +85,26 @@ class Checked:
         if len(self.prepared) == 2:
             self.findings += overlap(*self.prepared)
 
+    def _found(self, kind: str, where: str, wrong: ValueError | UsageError | str) -> None:
+        from posttrain.data.store.audit import ERROR, AuditFinding
+
+        self.findings.append(AuditFinding(ERROR, kind, where, str(wrong).rstrip(".")))
+
     def _rewards(self) -> RewardColumns | None:
         """The rewards, tools and environments of an online method, imported; what cannot be is a finding."""
         from posttrain.cli.options.needs import RewardColumns, give_agents
         from posttrain.cli.running.assemble import rewards_of
-        from posttrain.data.store.audit import ERROR, AuditFinding
 
         try:
             given = rewards_of(self.config)
             as_usage_error(lambda: give_agents(self.side, given, self.args))
         except UsageError as error:
-            self.findings.append(AuditFinding(ERROR, "rewards", "run", str(error).rstrip(".")))
+            self._found("rewards", "run", error)
             return None
         return RewardColumns(self.side, given) if given else None
 
     def _teachers_tokenizer(self) -> Any:
         """Of a method whose teacher may have another one; one that the student's tokens do not fit is a finding."""
-        from posttrain.data.store.audit import ERROR, AuditFinding
         from posttrain.models.load.model import load_tokenizer
         from posttrain.models.load.teacher import check_tokenizers
 
@@ -115,41 +118,36 @@ class Checked:
                 return theirs
             check_tokenizers(self.side.renderer.tokenizer, theirs, named)
         except ValueError as error:
-            self.findings.append(AuditFinding(ERROR, "teacher", "run", str(error).rstrip(".")))
+            self._found("teacher", "run", error)
         return None
 
     def _unread(self, rows: Any, name: str) -> list[str]:
         """Columns that neither the method nor a reward or an environment reads; a reward's own that are missing are a finding."""
-        from posttrain.data.store.audit import ERROR, AuditFinding
-
         columns = [one for one in rows.column_names or () if one not in getattr(self.side, "columns_read", ())]
         if self.rewards is None:
             return columns
-        missing = self.rewards.missing(columns)
-        self.findings += [AuditFinding(ERROR, "reward_columns", name, one.rstrip(".")) for one in missing]
+        for missing in self.rewards.missing(columns):
+            self._found("reward_columns", name, missing)
         return [column for column in columns if column not in self.rewards.read(columns)]
 
     def _rows(self) -> tuple[Any, Any]:
         from posttrain.cli.running.datasets_of import datasets_of
         from posttrain.data.sources.named import SourceError
-        from posttrain.data.store.audit import ERROR, AuditFinding
 
         try:
             return datasets_of(self.config)
         except SourceError as error:
-            self.findings.append(AuditFinding(ERROR, "file", "data", str(error).rstrip(".")))
+            self._found("file", "data", error)
             return None, None
 
     def _prepared(self, rows: Any, name: str) -> Any:
-        from posttrain.data.store.audit import ERROR, AuditFinding
-
         self.side.args.on_bad_rows = "drop"
         try:
             # The summary of the preparation is shown in another form here.
             with contextlib.redirect_stdout(io.StringIO()):
                 prepared = self.side._prepared(rows, name)
         except ValueError as error:  # no format fits, or nothing is left: the sentence says which
-            self.findings.append(AuditFinding(ERROR, "format", name, str(error).rstrip(".")))
+            self._found("format", name, error)
             return None
         prepared = getattr(prepared, "prepared", prepared)  # prompts of online methods
         return getattr(prepared, "samples", prepared)  # before they are packed

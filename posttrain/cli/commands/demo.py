@@ -88,9 +88,8 @@ def hub_is_reachable() -> bool:
     if os.environ.get("HF_HUB_OFFLINE"):
         return False
     try:
-        return (
-            get_session().head(f"{constants.ENDPOINT}/{HUB_ID}/resolve/main/config.json", timeout=5).status_code < 400
-        )
+        address = f"{constants.ENDPOINT}/{HUB_ID}/resolve/main/config.json"
+        return get_session().head(address, timeout=5).status_code < 400
     except Exception:  # any failure of any network layer means the same here, and the wheel is the answer to it
         return False
 

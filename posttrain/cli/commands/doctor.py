@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from posttrain.cli.running.run_record import version_of
+
 NO_VERSION = "(no version)"
 GOOD, MISSING, WARNED, BAD = "ok", "-", "!", "!!"
 NEEDED = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "pyarrow", "rich", "yaml")
@@ -55,7 +57,7 @@ def packages() -> list[Line]:
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
             lines.append(Line(BAD, name, "is missing: pip install posttrain"))
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("posttrain", *NEEDED[:5]))
+    versions = ", ".join(f"{name} {version_of(name, NO_VERSION)}" for name in ("posttrain", *NEEDED[:5]))
     lines.append(Line(GOOD, "packages", versions))
     if others := untested():
         shown = ", ".join(f"{name} {installed} (CI: {tested})" for name, (installed, tested) in others.items())
@@ -63,7 +65,7 @@ def packages() -> list[Line]:
         lines.append(Line(WARNED, "versions", f"not those that CI tests: {shown}. `{how}` installs those."))
     for name, (purpose, how) in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
-        text = f"{_version(name.replace('_', '-'))}: {purpose}" if there else f"for {purpose}: {how}"
+        text = f"{version_of(name.replace('_', '-'), NO_VERSION)}: {purpose}" if there else f"for {purpose}: {how}"
         lines.append(Line(GOOD if there else MISSING, name, text))
     return lines
 
@@ -82,8 +84,8 @@ def untested() -> dict[str, tuple[str, str]]:
     tested = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
     found = {}
     for name in (Requirement(line).name for line in _requirements()):
-        installed, pinned = _version(name), tested.get(canonicalize_name(name))
-        if pinned and installed != NO_VERSION and Version(installed).public != pinned:  # 2.13.0+cpu is 2.13.0
+        installed, pinned = version_of(name), tested.get(canonicalize_name(name))
+        if pinned and installed and Version(installed).public != pinned:  # 2.13.0+cpu is 2.13.0
             found[name] = (installed, pinned)
     return found
 
@@ -93,13 +95,6 @@ def _requirements() -> list[str]:
         return importlib.metadata.requires("posttrain") or []
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is on the path and not installed
         return []
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return NO_VERSION
 
 
 def devices() -> list[Line]:
@@ -118,9 +113,8 @@ def devices() -> list[Line]:
         lines.append(_tried(f"gpu {index}", text, lambda i=index: torch.ones(8, device=f"cuda:{i}").sum().item()))
     if torch.cuda.device_count() > 1:
         nccl = torch.distributed.is_nccl_available()
-        lines.append(
-            Line(GOOD if nccl else BAD, "nccl", "several GPUs can train together" if nccl else "torch has none")
-        )
+        text = "several GPUs can train together" if nccl else "torch has none"
+        lines.append(Line(GOOD if nccl else BAD, "nccl", text))
     return lines
 
 
@@ -132,14 +126,12 @@ def network(root: Path = Path("/")) -> list[Line]:
     lines = [_adapter(adapter) for adapter in adapters]
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).exists()]
     if modules:
-        lines.append(
-            Line(GOOD, "gpudirect", f"{modules[0]} is loaded: GPUs reach the network without a copy in host memory")
-        )
+        text = f"{modules[0]} is loaded: GPUs reach the network without a copy in host memory"
+        lines.append(Line(GOOD, "gpudirect", text))
     elif (root / "sys/module/nvidia").exists():
         how = "modprobe nvidia_peermem (drivers with open kernel modules can do without, by DMA-BUF)"
-        lines.append(
-            Line(WARNED, "gpudirect", f"nvidia_peermem is not loaded, so data may go through host memory: {how}")
-        )
+        text = f"nvidia_peermem is not loaded, so data may go through host memory: {how}"
+        lines.append(Line(WARNED, "gpudirect", text))
     return lines
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
+
+from posttrain.cli.running.run_record import version_of
 
 PACKAGES = (
     "posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "huggingface_hub",
@@ -23,11 +23,7 @@ def report() -> list[tuple[str, str]]:
     import torch
 
     rows = [("platform", platform.platform()), ("python", platform.python_version())]
-    for name in PACKAGES:
-        try:
-            rows.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((name, "not installed"))
+    rows += [(name, version_of(name, "not installed")) for name in PACKAGES]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

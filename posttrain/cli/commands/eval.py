@@ -122,13 +122,9 @@ def specs_of(options: argparse.Namespace) -> list[EvalSpec]:
 
 def _specs_of_file(path: str, name: str | None) -> list[EvalSpec]:
     from posttrain.cli.running.evals_of import spec_of
-    from posttrain.core.config_file import ConfigFileError, read_config
+    from posttrain.core.config_file import read_config
 
-    try:
-        values, _ = read_config(path)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
-    entries = values.get("evals")
+    entries = as_usage_error(lambda: read_config(path))[0].get("evals")
     if not isinstance(entries, list) or not entries:
         raise UsageError(f"{path} has no list `evals`.")
     specs = [spec_of(entry, f"{path}, `evals`, entry {number}") for number, entry in enumerate(entries, 1)]

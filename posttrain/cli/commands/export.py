@@ -36,13 +36,10 @@ def parser() -> Parser:
 def refuse_quantised(run: Path) -> None:
     """An adapter that was trained beside quantised weights is not merged into others."""
     from posttrain.cli.running.run_record import CONFIG_FILE
-    from posttrain.core.config_file import ConfigFileError, read_config
+    from posttrain.core.config_file import read_config
 
     for path in (run / CONFIG_FILE, run.parent / CONFIG_FILE):
-        try:
-            values, _ = read_config(str(path)) if path.is_file() else ({}, {})
-        except ConfigFileError as error:
-            raise UsageError(str(error)) from error
+        values = as_usage_error(lambda file=str(path): read_config(file))[0] if path.is_file() else {}
         for name in ("load_in_4bit", "load_in_8bit"):
             if values.get(name):
                 raise UsageError(

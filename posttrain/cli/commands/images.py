@@ -98,16 +98,9 @@ def data_of(options: Any, max_pixels: int | None = None) -> ImageRows:
     except SourceError as error:
         raise UsageError(str(error)) from error
     downloads = cache_folder(PrepareOptions()) / "images" if options.allow_image_urls else None
-    return ImageRows(
-        RowSource(rows, None),
-        ImageLimits(
-            root=options.image_root or folder_of(options.data),
-            allow_urls=options.allow_image_urls,
-            download_folder=downloads,
-            max_pixels=max_pixels,
-            check=DECODE,
-        ),
-    )
+    root = options.image_root or folder_of(options.data)
+    urls = {"allow_urls": options.allow_image_urls, "download_folder": downloads}
+    return ImageRows(RowSource(rows, None), ImageLimits(root=root, **urls, max_pixels=max_pixels, check=DECODE))
 
 
 def check(options: Any) -> int:

@@ -157,15 +157,8 @@ def check_options(job: argparse.Namespace) -> None:
     """Those of `launch` itself, and defaults that depend on others."""
     if job.to == "slurm":
         job.time, job.workdir = job.time or "24:00:00", job.workdir or str(Path.cwd())
-    for name, least in (
-        ("nodes", 1),
-        ("rollout_nodes", 0),
-        ("gpus", 1),
-        ("cpus", 1),
-        ("memory", 1),
-        ("grace", 1),
-        ("restarts", 0),
-    ):
+    least_of = {"nodes": 1, "rollout_nodes": 0, "gpus": 1, "cpus": 1, "memory": 1, "grace": 1, "restarts": 0}
+    for name, least in least_of.items():
         given = getattr(job, name)
         if given is not None and given < least:
             raise UsageError(f"--{name} is {given}; it is at least {least}.")

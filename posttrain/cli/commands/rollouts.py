@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 def main(words: list[str]) -> int:
     from posttrain.view.errors import NoRunError, ViewError
-    from posttrain.view.export import export, found_by
+    from posttrain.view.export import export, found_by, read_whole
     from posttrain.view.questions import Question
     from posttrain.view.rollout_query import RolloutQuery
     from posttrain.view.run_folder import open_runs
@@ -52,10 +52,8 @@ def main(words: list[str]) -> int:
             raise UsageError(
                 f"{options.run} holds {len(others) + 1} runs ({run.name}, {others[0].name} ...); name one."
             )
-        run.rollouts.refresh(wait=READ_SECONDS)
+        read_whole(run.rollouts, READ_SECONDS)
         index, progress = run.rollouts, run.rollouts.progress
-        if progress.indexed < progress.files:
-            raise UsageError(f"only {progress.indexed} of {progress.files} files were read within {READ_SECONDS} s.")
         if not len(index) and not progress.unreadable:
             raise UsageError(f"{options.run} has no rollouts; GRPO and RLOO write them, unless `keep_rollouts` is off.")
         words = {**limits, "flags": options.flags, "q": options.text, "sort": "step"}

@@ -16,14 +16,8 @@ USAGE = """usage: posttrain schema METHOD
 Prints a JSON Schema. In an editor with YAML support: posttrain schema sft > sft.schema.json, and as the first line of the file
 # yaml-language-server: $schema=sft.schema.json"""
 TYPES = {
-    "bool": "boolean",
-    "int": "integer",
-    "float": "number",
-    "str": "string",
-    "list": "array",
-    "dict": "object",
-    "none": "null",
-}
+    "bool": "boolean", "int": "integer", "float": "number", "str": "string", "list": "array", "dict": "object", "none": "null",
+}  # fmt: skip
 NUMBER_AS_TEXT = {"type": "string", "pattern": "^[+-]?([0-9][0-9_]*[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?$"}
 """YAML 1.1 reads 1e-5 as text; the command line reads it as a number."""
 

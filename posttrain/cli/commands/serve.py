@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from posttrain.cli.errors import UsageError
+
 PYTHON_VARIABLE = "POSTTRAIN_VLLM_PYTHON"
 
 
@@ -26,23 +28,15 @@ def main(words: list[str]) -> int:
 
         return serve(words)
     if engine != "vllm":
-        print(f"posttrain vllm-serve: --engine is {engine!r}; there are vllm and native.", file=sys.stderr)
-        return 2
+        raise UsageError(f"--engine is {engine!r}; there are vllm and native.")
     found = shutil.which(python)
     if found is None:
-        print(
-            f"posttrain vllm-serve: there is no interpreter {python!r} (--python or {PYTHON_VARIABLE}).",
-            file=sys.stderr,
-        )
-        return 2
+        raise UsageError(f"there is no interpreter {python!r} (--python or {PYTHON_VARIABLE}).")
     if not _has_vllm(found):
-        print(
-            f"posttrain vllm-serve: {found} has no vLLM. Make an environment with it (python -m venv vllm-env; "
-            f"vllm-env/bin/pip install vllm uvicorn) and name its interpreter with --python or {PYTHON_VARIABLE}; or serve with "
-            "posttrain's own engine (--engine native).",
-            file=sys.stderr,
+        raise UsageError(
+            f"{found} has no vLLM. Make an environment with it (python -m venv vllm-env; vllm-env/bin/pip install vllm uvicorn) "
+            f"and name its interpreter with --python or {PYTHON_VARIABLE}; or serve with posttrain's own engine (--engine native)."
         )
-        return 2
     sys.stdout.flush()
     os.execv(found, [found, str(server_folder()), *words])  # signals reach the server itself
 

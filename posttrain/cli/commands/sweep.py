@@ -282,9 +282,7 @@ def run_trial(sweep: Sweep, trial: Trial, asked: optuna.Trial, total: int) -> in
     trial.result = {
         "values": trial.values, "exit_code": ended.code, "metric_name": sweep.metric, "metric": metric, **pruned,
     }  # fmt: skip
-    part = trial.folder / f".{RESULT}"
-    part.write_text(json.dumps(trial.result, indent=1) + "\n", encoding="utf-8")
-    part.replace(trial.folder / RESULT)  # whole or not at all
+    write_whole(trial.folder / RESULT, json.dumps(trial.result, indent=1) + "\n", private=False)
     if pruned:
         print(f"  stopped early at step {max(_curve(sweep, trial))}: {sweep.metric} is {metric}", flush=True)
     elif ended.code != 0:
@@ -408,9 +406,8 @@ def report(sweep: Sweep, trials: list[Trial]) -> int:
         rows.writerow(["trial", "exit_code", sweep.metric, *sweep.over, *more])
         for t in trials:
             stopped = [last_step.get(t.folder, "") for _ in more]
-            rows.writerow(
-                [t.folder.name, t.result.get("exit_code"), t.result.get("metric"), *t.values.values(), *stopped]
-            )
+            ended = [t.result.get("exit_code"), t.result.get("metric")]
+            rows.writerow([t.folder.name, *ended, *t.values.values(), *stopped])
     if done:
         (sweep.folder / "sweep.svg").write_text(plot(sweep.metric, sweep.over, done), encoding="utf-8")
         print(f"Best: {done[0].folder}. Table: {sweep.folder / 'sweep.csv'}, plot: {sweep.folder / 'sweep.svg'}.")
@@ -446,11 +443,9 @@ def _panel(metric: str, name: str, trials: list[Trial], left: int) -> str:
         f"<title>{escape(f'{name}={value}, {metric}={result:.5g}')}</title></circle>"
         for place, result, value in zip(places, results, values)
     )
-    ends = (
-        [(min(values), 0.0), (max(values), 1.0)]
-        if is_number
-        else sorted({str(v): p for v, p in zip(values, places)}.items())
-    )
+    ends = sorted({str(v): p for v, p in zip(values, places)}.items())
+    if is_number:
+        ends = [(min(values), 0.0), (max(values), 1.0)]
     labels = "".join(
         f'<text x="{left + LEFT + place * inner:.1f}" y="{HEIGHT - 22}" text-anchor="middle">'
         f"{escape(f'{value:.3g}' if is_number else str(value))}</text>"

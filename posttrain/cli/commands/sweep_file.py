@@ -24,7 +24,7 @@ from posttrain.cli.errors import UsageError, as_usage_error, nearest
 from posttrain.cli.options.arguments import known_name
 from posttrain.cli.options.table import method_names, table_of
 from posttrain.cli.options.values import value_of
-from posttrain.core.config_file import ConfigFileError, read_config
+from posttrain.core.config_file import read_config
 
 KEYS = ("method", "options", "over", "trials", "sampler", "pruner", "metric", "goal", "take", "output_dir", "seed")
 GOALS, TAKES, SCALES = ("minimize", "maximize"), ("last", "best"), ("linear", "log")
@@ -54,10 +54,7 @@ class Sweep:
 
 
 def read_sweep(path: str) -> Sweep:
-    try:
-        given, environment = read_config(path)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
+    given, environment = as_usage_error(lambda: read_config(path))
     for key in given:
         if key not in KEYS:
             raise UsageError(f"{path} has the key `{key}`, which is unknown to a sweep.{nearest(key, KEYS)}")

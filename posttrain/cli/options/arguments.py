@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.cli.errors import UsageError, nearest
+from posttrain.cli.errors import UsageError, as_usage_error, nearest
 from posttrain.cli.options.run import ALIASES
 from posttrain.cli.options.table import MethodTable, OptionSpec, method_names, table_of
 from posttrain.cli.options.values import value_of, words_value
-from posttrain.core.config_file import ConfigFileError, read_config
+from posttrain.core.config_file import read_config
 
 METHOD_KEY = "method"
 """A file may name its method, as the one that a run leaves behind does."""
@@ -45,7 +45,7 @@ class RunConfig:
 def parse(method: str, words: list[str]) -> RunConfig:
     """The options of a command. UsageError for everything that it does not know."""
     table = table_of(method)
-    files, flags = split(words, table)
+    files, flags = split(words)
     if len(files) > 1:
         raise UsageError(
             f"There are two files of options, {files[0]} and {files[1]}; give one, and the rest as --name value."
@@ -62,7 +62,7 @@ def parse(method: str, words: list[str]) -> RunConfig:
     return config
 
 
-def split(words: list[str], table: MethodTable) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def split(words: list[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """(files, [(flag without dashes, the words after it)])."""
     files: list[str] = []
     flags: list[tuple[str, list[str]]] = []
@@ -109,10 +109,7 @@ def _hint(table: MethodTable, name: str) -> str:
 
 
 def _take_file(config: RunConfig, table: MethodTable, path: str) -> None:
-    try:
-        values, config.environment = read_config(path)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
+    values, config.environment = as_usage_error(lambda: read_config(path))
     named = values.pop(METHOD_KEY, config.method)
     if named != config.method:
         raise UsageError(f"{path} is for `posttrain {named}`; the command is `posttrain {config.method}`.")
@@ -140,10 +137,7 @@ def config_named(words: list[str], command: str) -> RunConfig:
         raise UsageError(
             f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
         )
-    try:
-        method = read_config(words[0])[0].get(METHOD_KEY)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
+    method = as_usage_error(lambda: read_config(words[0]))[0].get(METHOD_KEY)
     if method not in method_names():
         raise UsageError(
             f"{words[0]} does not name its method. Write `posttrain {command} METHOD {words[0]}`, or the key `{METHOD_KEY}` into "

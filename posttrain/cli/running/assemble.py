@@ -31,15 +31,8 @@ def _trainer_of(config: RunConfig, more: dict[str, Any]) -> Any:
     args, model, rewards, parts = described(config)
     train, evaluation = datasets_of(config)
     evals = evals_of(config, args)
-    given = {
-        "model": model,
-        "args": args,
-        "train_dataset": train,
-        "eval_dataset": evaluation,
-        **rewards,
-        **parts,
-        **more,
-    }
+    given = {"model": model, "args": args, "train_dataset": train, "eval_dataset": evaluation}
+    given |= {**rewards, **parts, **more}
     if named := config.get("tokenizer_name_or_path"):
         given["processing_class"] = load_tokenizer(named, None, config.get("trust_remote_code"))
     trainer = METHODS[config.method].trainer_class(**given)

@@ -8,19 +8,13 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, nearest
+from posttrain.cli.options.values import KIND_NAMES
 
 if TYPE_CHECKING:
     from posttrain.cli.options.arguments import RunConfig
     from posttrain.evaluation.spec import EvalSpec
 
-KINDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    dict: "a mapping",
-    list: "a list",
-}
+KINDS = {kind: KIND_NAMES[kind.__name__] for kind in (int, float, str, bool, dict, list)}
 LISTS = ("reward", "reward_weights")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli.errors import UsageError
+from posttrain.core.secrets import write_whole
 from posttrain.data.images.conversion import to_bytes
 from posttrain.data.images.limits import BadImage, ImageLimits
 from posttrain.data.images.opening import ImageSource, open_image
@@ -176,8 +177,6 @@ class Conversion:
         name = f"{IMAGES_FOLDER}/{source.key.hex()}-{self.quality}.{SUFFIXES[self.format]}"
         file = self.folder / name
         if not file.exists():
-            unfinished = file.with_name(f"{file.name}.{os.getpid()}-{id(source)}")
-            unfinished.write_bytes(to_bytes(source.rgb(), self.format, self.quality))
-            os.replace(unfinished, file)
+            write_whole(file, to_bytes(source.rgb(), self.format, self.quality), private=False)
         self.files.add(name)
         return name

@@ -34,10 +34,8 @@ class Agent:
         import ray
 
         there = folder if os.path.isdir(folder) else None  # else Ray's copy of the working directory
-        environment = {
-            **os.environ,
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        }  # its rollout workers are here, too
+        # its rollout workers are here, too
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         self.process = subprocess.Popen(command, cwd=there, env=environment)
         return self.process.wait()
 

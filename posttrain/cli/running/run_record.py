@@ -81,12 +81,15 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {name: version for name in PACKAGES if (version := version_of(name))}
+
+
+def version_of(package: str, otherwise: str = "") -> str:
+    """The version that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Conversions of Pillow images: to RGB, smaller, into tiles, to bytes, side by side."""
+"""Conversions of Pillow images: to RGB, smaller, to bytes, side by side."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ ENCODINGS = ("JPEG", "PNG", "WEBP")
 def exif_orientation(image: Image.Image) -> int:
     """1 to 8; 1 (upright) also where the EXIF data cannot be read, as every viewer shows such files."""
     try:
-        value = Image.Image.getexif(image).get(
-            ExifTags.Base.Orientation, 1
-        )  # PNG's own `getexif` would decode the image
+        # PNG's own `getexif` would decode the image
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except (SyntaxError, ValueError, TypeError, KeyError, OSError, EOFError, struct.error):
         return 1
     return value if value in range(1, 9) else 1
@@ -81,15 +80,6 @@ def shrink(image: Image.Image, max_pixels: int | None) -> Image.Image:
     if (height, width) == (image.height, image.width):
         return image
     return image.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def tile(image: Image.Image, height: int, width: int) -> list[Image.Image]:
-    """Cut into tiles, row by row; those at the right and lower edge may be smaller."""
-    corners = [(left, top) for top in range(0, image.height, height) for left in range(0, image.width, width)]
-    return [
-        image.crop((left, top, min(left + width, image.width), min(top + height, image.height)))
-        for left, top in corners
-    ]
 
 
 def to_bytes(image: Image.Image, format: str = "PNG", quality: int = 90) -> bytes:

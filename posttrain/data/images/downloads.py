@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import socket
 import ssl
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
@@ -22,6 +20,7 @@ import httpcore
 import xxhash
 
 from posttrain.core import __version__
+from posttrain.core.secrets import write_whole
 from posttrain.core.transport import Address, Link
 from posttrain.data.images.limits import BadImage, ImageLimits, shown
 
@@ -42,8 +41,8 @@ def downloaded(url: str, limits: ImageLimits, may_download: bool = True) -> byte
         data = _download(url, limits)
         folder.mkdir(parents=True, exist_ok=True)
         key = xxhash.xxh3_128_hexdigest(data)
-        _write(folder / key, data)
-        _write(record, json.dumps({"url": url, "key": key}).encode())
+        write_whole(folder / key, data, private=False)
+        write_whole(record, json.dumps({"url": url, "key": key}), private=False)
     return data
 
 
@@ -58,13 +57,6 @@ def _kept(record: Path, url: str) -> bytes | None:
         return None
     data = kept.read_bytes() if kept.exists() else b""
     return data if known["url"] == url and xxhash.xxh3_128_hexdigest(data) == known["key"] else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """As a whole or not at all: several processes may download the same URL."""
-    unfinished = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    unfinished.write_bytes(data)
-    os.replace(unfinished, path)
 
 
 # ------------------------------------------------------------------------------------------------------------- the network

@@ -53,3 +53,9 @@ def with_pictures_opened(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: with_pictures_opened(item) for name, item in value.items()}
     return value
+
+
+def has_pictures(value: Any) -> bool:
+    """Anywhere in nested lists and dicts."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, LazyPicture | Image.Image) or any(map(has_pictures, items))

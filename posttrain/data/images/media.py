@@ -5,8 +5,8 @@ Tools draw some, others came with a row of a stream. What is kept is what the mo
 
 from __future__ import annotations
 
+import io
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from PIL import Image
 
+from posttrain.core.secrets import write_whole
 from posttrain.data.images.lazy_picture import LazyPicture
 from posttrain.data.images.limits import HEADER, BadImage, ImageLimits
 from posttrain.data.images.opening import ImageSource, open_image, reopen_image
@@ -24,9 +25,8 @@ FOLDER = "media"
 """In the output directory."""
 KEPT = ImageLimits(check=HEADER, bomb_pixels=1 << 40, max_bytes=1 << 40)
 """They passed the limits of the run before they were written."""
-FAST = (
-    1  # of zlib's levels: an episode waits for the file, and level 6 takes five times as long for a tenth fewer bytes
-)
+# of zlib's levels: an episode waits for the file, and level 6 takes five times as long for a tenth fewer bytes
+FAST = 1
 
 
 class MediaNotWritten(RuntimeError):
@@ -68,6 +68,9 @@ class MediaFolder:
             raise BadImage("image_changed", f"{path} was changed after the run wrote it.")
         return source
 
+    def has(self, key: bytes) -> bool:
+        return self._file(key).exists()
+
     def _named(self, key: bytes) -> Iterator[Path]:
         plain = self._file(key)
         return iter([plain]) if plain.exists() else self.path.glob(f"{key.hex()}-*.png")
@@ -84,16 +87,11 @@ class MediaFolder:
             self._write(picture, path)
 
     def _write(self, picture: Image.Image, path: Path) -> None:
-        unfinished = self.path / f".{path.name}.{os.getpid()}-{threading.get_ident()}"
         try:
+            picture.save(written := io.BytesIO(), "PNG", compress_level=FAST)
             self.path.mkdir(parents=True, exist_ok=True)
-            with open(unfinished, "wb") as file:
-                picture.save(file, "PNG", compress_level=FAST)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
+            write_whole(path, written.getbuffer(), private=False, durable=True)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
             raise MediaNotWritten(
                 f"An image of a tool, an environment or a stream could not be kept in {self.path} ({error.strerror or error}). "
                 "Make room there: without it the run could not be resumed."

@@ -7,7 +7,7 @@ path and fetch any URL that they are given, are only ever handed what `rgb` retu
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import xxhash
@@ -52,6 +52,13 @@ class ImageSource:
         """Height and width of `rgb()`."""
         return size_within(self.height, self.width, self.limits.max_pixels)
 
+    def carried(self) -> ImageSource:
+        """With the bytes of its file, for a process that may not have it."""
+        if not isinstance(self.content, StoredFile):
+            return self
+        with self.content.open() as file:
+            return replace(self, content=file.read())
+
     def rgb(self) -> Image.Image:
         """Upright, RGB, what is transparent on white, shrunk to `max_pixels`; a new image at every call."""
         if isinstance(self.content, Image.Image):
@@ -81,9 +88,9 @@ def open_image(payload: Any, limits: ImageLimits) -> ImageSource:
 def reopen_image(payload: Any, limits: ImageLimits, key: bytes) -> ImageSource:
     """What `open_image` found at preparation under the same limits, without the network and without a decode check.
 
-    image_changed where it is another image by now.
+    image_changed where it is another image by now. `payload` may be what was found, `carried` from another process.
     """
-    source = _source(payload, limits, may_download=False)
+    source = payload if isinstance(payload, ImageSource) else _source(payload, limits, may_download=False)
     if source.key != key:
         raise BadImage("image_changed", f"{source.name} is not what it was at preparation: prepare the dataset again.")
     return source

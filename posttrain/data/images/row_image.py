@@ -15,9 +15,12 @@ class RowImage:
     size: tuple[int, int]  # height, width of what the image processor is given
 
 
-def named_by_key(messages: Any) -> Any:
+def named_by_key(messages: Any, with_sizes: bool = False) -> Any:
     """A conversation whose image parts say which image they are: {"type": "image", "key": 32 hexadecimal digits}."""
-    return with_images_as(messages, lambda image: {"type": "image", "key": image.key.hex()})
+    return with_images_as(
+        messages,
+        lambda image: {"type": "image", "key": image.key.hex(), **({"size": [*image.size]} if with_sizes else {})},
+    )
 
 
 def with_images_as(messages: Any, part_of: Callable[[RowImage], dict[str, Any]]) -> Any:
@@ -30,12 +33,15 @@ def with_images_as(messages: Any, part_of: Callable[[RowImage], dict[str, Any]])
     return _with_parts(messages, replaced)
 
 
-def found_by_key(messages: Any, images: Mapping[bytes, RowImage]) -> Any:
-    """What `named_by_key` was given, the images being among `images`."""
+def found_by_key(messages: Any, images: Mapping[bytes, RowImage] | None = None) -> Any:
+    """What `named_by_key` was given, the images being among `images`; None: it was asked for their sizes."""
 
     def found(part: Any) -> Any:
         is_named = isinstance(part, dict) and part.get("type") == "image" and "key" in part
-        return {"type": "image", "image": images[bytes.fromhex(part["key"])]} if is_named else part
+        if not is_named:
+            return part
+        key = bytes.fromhex(part["key"])
+        return {"type": "image", "image": RowImage(key, tuple(part["size"])) if images is None else images[key]}
 
     return _with_parts(messages, found)
 

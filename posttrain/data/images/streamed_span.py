@@ -1,7 +1,8 @@
-"""StreamedSpan: the span of an image that comes from a stream, which nobody can ask for a row again."""
+"""StreamedSpan: the span of an image whose row cannot be asked for: of a stream, or in a process that has no dataset."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,5 +22,8 @@ class StreamedSpan(ImageSpan):
     def of(cls, span: ImageSpan, payload: Any, limits: ImageLimits, place: str) -> StreamedSpan:
         return cls(span.start, span.stop, span.key, span.size, span.grid, span.draw, payload, limits, place)
 
-    def moved(self, by: int) -> StreamedSpan:
-        return replace(self, start=self.start + by, stop=self.stop + by)
+
+def as_carried(spans: Iterable[ImageSpan], known: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
+    """`spans`, each as the one of `known` that shows the same image and may carry it, in its own place."""
+    by_key = {span.key: span for span in known}
+    return tuple(replace(by_key.get(one.key, one), start=one.start, stop=one.stop, grid=one.grid) for one in spans)

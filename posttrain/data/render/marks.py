@@ -70,9 +70,8 @@ class Marker:
     pieces: list[Piece] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each piece: where its marks were put
     unmarked: list[Piece] = field(default_factory=list)  # white space that may be trimmed away
-    images: list[Piece] = field(
-        default_factory=list
-    )  # they carry no marks: the template writes a control token for each
+    # they carry no marks: the template writes a control token for each
+    images: list[Piece] = field(default_factory=list)
     kinds: dict[int, tuple[str, ...]] = field(default_factory=dict)  # see `MarkedRender`
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

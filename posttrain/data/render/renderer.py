@@ -117,13 +117,8 @@ class Renderer:
         """sha256 over all that decides ids and masks: the tokenizer, the template, the special tokens, the flags."""
         with whole_texts(self.tokenizer) as tokenizer:
             backend = tokenizer.to_str()
-        state = [
-            backend,
-            self.chat_template,
-            self.tokenizer.special_tokens_map,
-            sorted(self._control.texts),
-            self.allow_control_tokens_in_content,
-        ]
+        state = [backend, self.chat_template, self.tokenizer.special_tokens_map]
+        state += [sorted(self._control.texts), self.allow_control_tokens_in_content]
         if self._image_text:
             state += self._image_text.fingerprint_state()
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -66,9 +66,8 @@ class Skeletons:
             or [marked.text[place.start : place.end] for place in places] != pieces
         ):
             return
-        literals = list(
-            zip([0, *(place.end for place in places)], [*(place.start for place in places), len(marked.text)])
-        )
+        starts, ends = [place.start for place in places], [place.end for place in places]
+        literals = list(zip([0, *ends], [*starts, len(marked.text)]))
         edges = [_in_literal(literals, edge) for span in spans for edge in span]
         tokens = [(_in_literal(literals, start), end - start) for start, end in marked.owned_control_tokens]
         if any(end < start for start, end in literals) or None in edges or any(place is None for place, _ in tokens):

@@ -64,107 +64,58 @@ class RowFormat:
 
 
 PAIR_OPTIONAL = ("prompt", *CHAT_EXTRAS, *PAIR_NUMBERS)
+TRIPLE = ("chosen", "rejected", "reference")
 
 LANGUAGE_MODELLING = RowFormat(
-    "language modelling",
-    ("text",),
-    (("messages",), ("text",)),
-    CHAT_EXTRAS,
-    read.language_modelling,
-    encode.language_modelling,
-)
+    "language modelling", ("text",), (("messages",), ("text",)), CHAT_EXTRAS,
+    read.language_modelling, encode.language_modelling,
+)  # fmt: skip
 PROMPT_ONLY = RowFormat(
     "prompt-only", ("prompt",), (("prompt",),), CHAT_EXTRAS, read.prompt_only, encode.prompt_only, trains_tokens=False
 )
 PROMPT_COMPLETION = RowFormat(
-    "prompt-completion",
-    ("text",),
-    (("prompt", "completion"),),
-    CHAT_EXTRAS,
-    read.prompt_completion,
-    encode.prompt_completion,
-    decided_by="completion",
-)
+    "prompt-completion", ("text",), (("prompt", "completion"),), CHAT_EXTRAS,
+    read.prompt_completion, encode.prompt_completion, decided_by="completion",
+)  # fmt: skip
 LAST_TURN = RowFormat(
-    "messages before a last turn",
-    ("text",),
-    (("messages",),),
-    CHAT_EXTRAS,
-    read.last_turn,
-    encode.prompt_completion,
+    "messages before a last turn", ("text",), (("messages",),), CHAT_EXTRAS, read.last_turn, encode.prompt_completion
 )
 """A conversation whose last turn is the completion: it alone is trained, and may be written anew."""
 PREFERENCE = RowFormat(
     "preference", ("chosen", "rejected"), (("chosen", "rejected"),), PAIR_OPTIONAL, read.preference, encode.preference
 )
 TRIPLE_PREFERENCE = RowFormat(
-    "triple preference",
-    ("chosen", "rejected", "reference"),
-    (("chosen", "rejected", "reference"),),
-    ("prompt", *CHAT_EXTRAS),
-    read.triple_preference,
-    encode.triple_preference,
+    "triple preference", TRIPLE, (TRIPLE,), ("prompt", *CHAT_EXTRAS), read.triple_preference, encode.triple_preference
 )
 SCORED_PREFERENCE = replace(
     PREFERENCE, read=read.scored_preference, encode=encode.scored_preference, trains_tokens=False
 )
 """Preference pairs whose sides are scored as whole sequences, as reward models do."""
 UNPAIRED_PREFERENCE = RowFormat(
-    "unpaired preference",
-    ("completion",),
-    (("prompt", "completion", "label"),),
-    CHAT_EXTRAS,
-    read.unpaired_preference,
-    encode.unpaired_preference,
-    decided_by="completion",
-)
+    "unpaired preference", ("completion",), (("prompt", "completion", "label"),), CHAT_EXTRAS,
+    read.unpaired_preference, encode.unpaired_preference, decided_by="completion",
+)  # fmt: skip
 STEPWISE = RowFormat(
-    "stepwise supervision",
-    ("text",),
-    (("prompt", "completions", "labels"),),
-    CHAT_EXTRAS,
-    read.stepwise,
-    encode.stepwise,
-    judges_steps=True,
-)
+    "stepwise supervision", ("text",), (("prompt", "completions", "labels"),), CHAT_EXTRAS,
+    read.stepwise, encode.stepwise, judges_steps=True,
+)  # fmt: skip
 TOKENISED = RowFormat(
-    "tokenised",
-    ("text",),
-    (("input_ids",),),
+    "tokenised", ("text",), (("input_ids",),),
     ("labels", "completion_mask", "assistant_masks", "attention_mask", "seq_lengths"),
-    read.tokenised,
-    encode.tokenised,
-    tokenised=True,
-)
+    read.tokenised, encode.tokenised, tokenised=True,
+)  # fmt: skip
 TOKENISED_PROMPT = RowFormat(
-    "tokenised prompt",
-    ("prompt",),
-    (("input_ids",),),
-    ("attention_mask",),
-    read.tokenised_prompt,
-    encode.tokenised_prompt,
-    trains_tokens=False,
-    tokenised=True,
-)
+    "tokenised prompt", ("prompt",), (("input_ids",),), ("attention_mask",),
+    read.tokenised_prompt, encode.tokenised_prompt, trains_tokens=False, tokenised=True,
+)  # fmt: skip
 TOKENISED_STEPWISE = RowFormat(
-    "tokenised stepwise supervision",
-    ("text",),
-    (("input_ids", "labels"),),
-    (),
-    read.tokenised_stepwise,
-    encode.tokenised_stepwise,
-    tokenised=True,
-    judges_steps=True,
-)
+    "tokenised stepwise supervision", ("text",), (("input_ids", "labels"),), (),
+    read.tokenised_stepwise, encode.tokenised_stepwise, tokenised=True, judges_steps=True,
+)  # fmt: skip
 TOKENISED_PREFERENCE = RowFormat(
-    "tokenised preference",
-    ("chosen", "rejected"),
-    (("prompt_ids", "chosen_ids", "rejected_ids"),),
-    PAIR_NUMBERS,
-    read.tokenised_preference,
-    encode.tokenised_preference,
-    tokenised=True,
-)
+    "tokenised preference", ("chosen", "rejected"), (("prompt_ids", "chosen_ids", "rejected_ids"),), PAIR_NUMBERS,
+    read.tokenised_preference, encode.tokenised_preference, tokenised=True,
+)  # fmt: skip
 TOKENISED_SCORED_PREFERENCE = replace(
     TOKENISED_PREFERENCE,
     required=(("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),

@@ -274,10 +274,8 @@ def _misplaced_tool_result(message: dict[str, Any], previous: dict[str, Any] | N
     ids = {call.get("id") for call in calls or ()} - {None}
     wanted = message.get("tool_call_id")
     if ids and wanted is not None and wanted not in ids:
-        return (
-            "wrong_call_id",
-            f"answers the call {wanted!r}; the calls before it are {', '.join(sorted(map(str, ids)))}",
-        )
+        calls_before = ", ".join(sorted(map(str, ids)))
+        return "wrong_call_id", f"answers the call {wanted!r}; the calls before it are {calls_before}"
     return None
 
 

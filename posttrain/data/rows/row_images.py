@@ -188,9 +188,8 @@ def _is_place(part: Any) -> bool:
 
 
 def _has_image(chats: dict[str, list[Any]]) -> bool:
-    return any(
-        is_image_part(part) for messages in chats.values() for message in messages for part in _parts(message) or ()
-    )
+    messages = (message for chat in chats.values() for message in chat)
+    return any(is_image_part(part) for message in messages for part in _parts(message) or ())
 
 
 def _asks(messages: list[Any]) -> bool:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import xxhash
 from datasets.exceptions import DatasetGenerationError
 
+from posttrain.core.secrets import write_whole
 from posttrain.data.sources.text_files import READERS, SourceError, read_text_files, suffix_of
 
 logger = logging.getLogger(__name__)
@@ -175,9 +176,7 @@ def _is_as_recorded(path: Path) -> bool:
         digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if record.exists():
         return record.read_text(encoding="ascii") == digest
-    unfinished = record.with_name(f"{record.name}.{os.getpid()}")
-    unfinished.write_text(digest, encoding="ascii")
-    os.replace(unfinished, record)
+    write_whole(record, digest, private=False)
     return True
 
 
@@ -268,13 +267,8 @@ def _kind(kind: pa.DataType) -> str:
     """A type without its width: shards written by different tools differ in it, and it does not matter."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"lists of {_kind(kind.value_type)}"
-    words = {
-        "integer": "integers",
-        "floating": "numbers",
-        "string": "text",
-        "large_string": "text",
-        "struct": "records",
-    }
+    words = {"integer": "integers", "floating": "numbers", "struct": "records"}
+    words |= {"string": "text", "large_string": "text"}
     return next((word for name, word in words.items() if getattr(pa.types, f"is_{name}")(kind)), str(kind))
 
 

@@ -148,9 +148,9 @@ class PreparedDataset:
         )
         self._windows = self._find_windows()
         self._sample_starts, self._sample_stops = self._windows.starts, self._windows.stops
-        self._units = self._select_units()
+        self.units = self._select_units()  # number of each kept unit in the store, in the order of this dataset
         if options.shuffle_seed is not None:
-            self._units = np.random.default_rng(options.shuffle_seed).permutation(self._units)
+            self.units = np.random.default_rng(options.shuffle_seed).permutation(self.units)
         self._samples = self._sample_numbers()
         self._count_kept()
         del self._windows  # of its arrays only starts and stops are needed from now on
@@ -238,7 +238,7 @@ class PreparedDataset:
         kept = self._sample_stops[samples] - self._sample_starts[samples]
         lost = self.store.lengths[samples] - kept
         trained = self.store.trained_within(self._sample_starts, self._sample_stops)
-        self.report.kept = len(self._units)
+        self.report.kept = len(self.units)
         self.report.truncated, self.report.truncated_tokens = int((lost > 0).sum()), int(lost.sum())
         self.report.tokens, self.report.trained_tokens = int(kept.sum()), int(trained[samples].sum())
         if self.detection.format.judges_steps:
@@ -271,18 +271,18 @@ class PreparedDataset:
 
     def _sample_numbers(self) -> np.ndarray:
         """Stored numbers of the samples of all kept units, in order."""
-        firsts = self.store.unit_offsets[self._units]
-        sizes = self.store.unit_offsets[self._units + 1] - firsts
+        firsts = self.store.unit_offsets[self.units]
+        sizes = self.store.unit_offsets[self.units + 1] - firsts
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return np.repeat(firsts, sizes) + within
 
     def __len__(self) -> int:
-        return len(self._units)
+        return len(self.units)
 
     def __getitem__(self, index: int) -> Unit:
         if not -len(self) <= index < len(self):
             raise IndexError(f"Unit {index} of the {len(self)} of {self.name}.")
-        unit = self._units[index]
+        unit = self.units[index]
         samples = range(self.store.unit_offsets[unit], self.store.unit_offsets[unit + 1])
         row = int(self.store.rows[unit])
         return tuple(self._cut(number, row) for number in samples)
@@ -292,11 +292,6 @@ class PreparedDataset:
         start, stop = self.window(number)
         return sample if stop - start == len(sample) else sample.slice(start, stop)
 
-    @property
-    def units(self) -> np.ndarray:
-        """Number of each kept unit in the store, in the order of this dataset."""
-        return self._units
-
     def window(self, number: int) -> tuple[int, int]:
         """The part of a stored sample that is kept: from which token to before which."""
         return int(self._sample_starts[number]), int(self._sample_stops[number])
@@ -304,13 +299,13 @@ class PreparedDataset:
     @property
     def rows(self) -> np.ndarray:
         """Source row of each unit."""
-        return self.store.rows[self._units]
+        return self.store.rows[self.units]
 
     @property
     def unit_lengths(self) -> np.ndarray:
         """Tokens of each unit, all its samples together."""
         sizes = np.concatenate([[0], np.cumsum(self._sample_stops - self._sample_starts)])
-        return sizes[self.store.unit_offsets[self._units + 1]] - sizes[self.store.unit_offsets[self._units]]
+        return sizes[self.store.unit_offsets[self.units + 1]] - sizes[self.store.unit_offsets[self.units]]
 
     @property
     def num_samples(self) -> int:

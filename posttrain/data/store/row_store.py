@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import struct
 import uuid
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.core.secrets import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class RowStore:
         content = HEADER.pack(MAGIC, len(rows), len(values)) + b"".join(key for key, _ in rows)
         content += sizes.tobytes() + values.tobytes()
         path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
-        _write_durably(path, content + xxhash.xxh3_128_digest(content))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content + xxhash.xxh3_128_digest(content), private=False, durable=True)
         self._known.add(path.name)
         self._remember(path, [key for key, _ in rows], sizes)
 
@@ -125,19 +126,6 @@ def _damage(content: bytes) -> str | None:
     if xxhash.xxh3_128_digest(memoryview(content)[:-KEY_BYTES]) != content[-KEY_BYTES:]:
         return "its checksum does not hold"
     return None
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(f".tmp-{os.getpid()}")
-    try:
-        with open(staged, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 class DatasetView(Dataset):

@@ -168,9 +168,8 @@ def _light(v2: Any, height: int, width: int) -> Sequence[Transform]:
 
 def _geometric(v2: Any, height: int, width: int) -> Sequence[Transform]:
     bilinear = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": 127}
-    return v2.RandomAffine(5, translate=(0.03, 0.03), scale=(0.9, 1.1), **bilinear), v2.RandomPerspective(
-        0.1, **bilinear
-    )
+    affine = v2.RandomAffine(5, translate=(0.03, 0.03), scale=(0.9, 1.1), **bilinear)
+    return affine, v2.RandomPerspective(0.1, **bilinear)
 
 
 def _document(v2: Any, height: int, width: int) -> Sequence[Transform]:

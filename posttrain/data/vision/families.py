@@ -82,12 +82,7 @@ FAMILIES: dict[str, VisionFamily] = {
         _idefics("idefics3", "Idefics3Processor"),
         _idefics("smolvlm", "SmolVLMProcessor"),
         _tiled("internvl", "InternVLProcessor", markers=("<img>", "</img>", "<video>")),
-        _tiled(
-            "paligemma",
-            "PaliGemmaProcessor",
-            token_types_key="token_type_ids",
-            prefix_sees_itself_whole=True,
-        ),
+        _tiled("paligemma", "PaliGemmaProcessor", token_types_key="token_type_ids", prefix_sees_itself_whole=True),
     )
 }
 

@@ -105,12 +105,8 @@ class ImageLayouts:
 
         blank = Image.new("RGB", (width, height), (127, 127, 127))
         try:
-            inputs = self.processor(
-                text=[self.family.written],
-                images=[[blank]],
-                images_kwargs=self.options,
-                return_text_replacement_offsets=True,
-            )
+            shown = {"text": [self.family.written], "images": [[blank]], "images_kwargs": self.options}
+            inputs = self.processor(**shown, return_text_replacement_offsets=True)
         except ValueError as error:
             raise ImageSizeError(
                 f"{type(self.processor).__name__} refuses an image of {height} x {width} pixels (height x width): {error}"

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import SharedPrefixes
+from posttrain.models.attention.softmax import attention
 from posttrain.models.triton_support import runs_triton
 
 
@@ -117,9 +117,10 @@ def shared_prefix_loop(
     prefixes: SharedPrefixes,
     scaling: float | None,
     dropout: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same with one SDPA call per segment; a continuation's keys are its prefix's and its own."""
-    is_grouped = query.shape[1] != key.shape[1]
+    """The same with one call per segment; a continuation's keys are its prefix's and its own."""
     parts, segments = [], _segments(bounds, prefixes)
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop, _ in segments]
@@ -130,12 +131,9 @@ def shared_prefix_loop(
             k, v = (torch.cat([x[prefix], x[place]], dim=2) for x in (keys, values))
             mask = torch.ones(stop - start, k.shape[2], dtype=torch.bool, device=key.device)
             mask = mask.tril(k.shape[2] - (stop - start))
-        part = scaled_dot_product_attention(
-            queries[place], k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
-            enable_gqa=is_grouped,
-        )  # fmt: skip
-        parts.append(part)
-    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+        part = attention(queries[place], k, v, mask, scaling, dropout, softcap, sinks)
+        parts.append(part.transpose(1, 2))
+    return torch.cat(parts, dim=1).squeeze(0)
 
 
 def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:

@@ -3,7 +3,8 @@
 `install_ragged_attention` registers a function with transformers' AttentionInterface. When a call carries segment bounds
 (`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with torch's own
 varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
-`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
+`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever. Soft-caps of scores and sinks,
+which neither kernel knows, are computed by the formula (`models/attention/softmax`).
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
@@ -21,14 +22,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import RowPart, SharedPrefixes
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
+from posttrain.models.attention.softmax import attention
 
 RAGGED_ATTENTION = "posttrain_ragged"
+UNCAPPED_ATTENTION = "posttrain_ragged_uncapped"
+"""In the place of transformers' `sdpa`, which leaves out the soft-cap of scores that a family may have."""
 
 
 class KeyValueCache(Protocol):
@@ -43,6 +46,7 @@ class KeyValueCache(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """(1, heads, tokens, dim) of the new tokens -> (1, tokens, heads, dim)."""
 
@@ -59,12 +63,38 @@ def segment_kwargs(bounds: Tensor, longest: int, prefixes: SharedPrefixes | None
 
 
 def install_ragged_attention() -> None:
-    """Make `attn_implementation="posttrain_ragged"` known to transformers. Safe to call more than once."""
+    """Make `attn_implementation="posttrain_ragged"`, and the same without soft-caps, known to transformers. Safe to call twice."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
-    AttentionMaskInterface.register(RAGGED_ATTENTION, sdpa_mask)
+    for name, function in ((RAGGED_ATTENTION, ragged_attention), (UNCAPPED_ATTENTION, uncapped_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def is_ragged(name: str) -> bool:
+    return name in (RAGGED_ATTENTION, UNCAPPED_ATTENTION)
+
+
+def ragged_name(innermost: nn.Module) -> str:
+    """The name under which ragged attention gives the answers of the attention that a model has."""
+    leaves_out = innermost.config._attn_implementation == "sdpa" and caps_scores(innermost)
+    return UNCAPPED_ATTENTION if leaves_out else RAGGED_ATTENTION
+
+
+def caps_scores(innermost: nn.Module) -> bool:
+    """Whether attention's scores have a soft-cap in this family."""
+    return bool(getattr(innermost.config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def can_be_replaced(innermost: nn.Module, on_gpu: bool) -> bool:
+    """Whether a family's attention is one that is computed here: SDPA, or, on a CPU, one with sinks, which SDPA does not know."""
+    by_function = getattr(innermost, "_supports_attention_backend", False) and not on_gpu
+    return getattr(innermost, "_supports_sdpa", False) or by_function
+
+
+def uncapped_attention(*heads: Any, softcap: float | None = None, **how: Any) -> tuple[Tensor, None]:
+    return ragged_attention(*heads, **how)
 
 
 def ragged_attention(
@@ -82,45 +112,53 @@ def ragged_attention(
     kv_cache: KeyValueCache | None = None,
     image_blocks: ImageBlocks | None = None,
     row_part: RowPart | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
     if row_part is not None:
         heads, bounds = to_heads(query, key, value, row_part), (cu_seq_lens_q, max_length_q)
+        kwargs["s_aux"] = None if s_aux is None else s_aux.chunk(row_part.size)[row_part.rank]
+        kwargs["softcap"] = softcap
         how = (attention_mask, dropout, scaling, *bounds, sliding_window, shared_prefixes, kv_cache, image_blocks)
         return to_tokens(ragged_attention(module, *heads, *how, **kwargs)[0], row_part), None
     if image_blocks is not None and (kv_cache is not None or shared_prefixes is not None):
         raise NotImplementedError("Images that see themselves whole are known to the ragged layout only.")
     if kv_cache is not None:
-        how = kwargs | {"scaling": scaling, "sliding_window": sliding_window}
-        return _attend_cached(kv_cache, module, (query, key, value), how), None
+        return _attend_cached(kv_cache, module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    if cu_seq_lens_q is None and (softcap or s_aux is not None):
+        is_causal = query.shape[2] > 1
+        how = (attention_mask, scaling, dropout, softcap, s_aux, is_causal)
+        return attention(query, key, value, *how).transpose(1, 2).contiguous(), None
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if kwargs.get("softcap"):
-        raise NotImplementedError("Ragged attention has no soft-cap: this model must use the padded layout.")
     if shared_prefixes is not None:
         if sliding_window:
             raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
-        shared_attention = shared_prefix_flash if flash_can_run(query) else shared_prefix_loop
-        return shared_attention(
-            query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout
-        ).unsqueeze(0), None
-    how = (scaling, dropout, sliding_window, image_blocks)
+        given = (query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout)
+        if flash_can_run(query) and not softcap and s_aux is None:
+            return shared_prefix_flash(*given).unsqueeze(0), None
+        return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
+    how = (scaling, dropout, sliding_window, image_blocks, softcap, s_aux)
     return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, *how), None
 
 
 @torch.compiler.disable  # a compiled layer is split around it: what it reads and writes is no argument of the layer
 def _attend_cached(
-    kv_cache: KeyValueCache, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]
+    kv_cache: KeyValueCache,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    *how: Any,
 ) -> Tensor:
-    if how.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not known to a cache of keys and values")
-    scale = heads[0].shape[-1] ** -0.5 if how["scaling"] is None else how["scaling"]
-    return kv_cache.attend(module, *heads, scale, how["sliding_window"], how.get("softcap"))
+    return kv_cache.attend(module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, *how)
 
 
 def segment_attention(
@@ -133,14 +171,16 @@ def segment_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     image_blocks: ImageBlocks | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself, and an image whole.
 
     By torch's own varlen flash op (differentiable, grouped-query heads, no flash-attn package) where that runs; elsewhere by one
-    causal SDPA call per segment, which is exact, and on a CPU faster than one call over a padded batch.
+    causal call per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
     reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
-    if reaches and flash_can_run(query):
+    if reaches and flash_can_run(query) and not softcap and sinks is None:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         output = torch.ops.aten._flash_attention_forward(
@@ -156,9 +196,8 @@ def segment_attention(
     blocks = [None] * len(lengths) if image_blocks is None else image_blocks.blocks.split(lengths)
     for q, k, v, block in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), blocks):
         mask = _segment_mask(q.shape[2], sliding_window, block, q.device)
-        how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.shape[1] != key.shape[1]}
-        parts.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **how))
-    return torch.cat(parts, dim=2).transpose(1, 2)
+        parts.append(attention(q, k, v, mask, scaling, dropout, softcap, sinks).transpose(1, 2))
+    return torch.cat(parts, dim=1)  # contiguous: some families view it
 
 
 def flash_can_run(query: Tensor) -> bool:

@@ -69,7 +69,8 @@ def allow_selective_checkpointing(model: nn.Module) -> None:
         return
     original = model.gradient_checkpointing_enable
 
-    @functools.wraps(original)
+    # Not of the method itself: it has this model, which a pickle of a copy would take along.
+    @functools.wraps(getattr(original, "__func__", original))
     def enable(self: nn.Module, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
         chosen = dict(gradient_checkpointing_kwargs or {"use_reentrant": False})
         if chosen.pop(SELECTIVE, False):

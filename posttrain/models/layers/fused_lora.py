@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.inference import evaluating
 from posttrain.models.layers.lora_products import AdaptedLinear, gated_mlp, linears_of_one_input
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
@@ -197,14 +198,9 @@ def _answers_as_gated_mlp(module: nn.Module) -> bool:
     weight = gate.weight  # PEFT shows the base's
     x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=torch.float32).to(weight.dtype)
     x = x.view(1, 2, -1)
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
+    with evaluating(module):
         expected = down(module.act_fn(gate(x)) * up(x))
         found = module.forward(x)
-    finally:
-        for part, training in modes:
-            part.training = training
     bound = PROBE_TOLERANCE[weight.dtype] * expected.abs().max()
     return found.shape == expected.shape and bool((found - expected).abs().max() <= bound)
 

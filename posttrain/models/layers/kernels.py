@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention, segment_kwargs
+from posttrain.models.attention.ragged import caps_scores, install_ragged_attention, ragged_name, segment_kwargs
+from posttrain.models.inference import body_of
 from posttrain.models.layers.checkpointing import products_are_kept
+from posttrain.models.layers.tower_layers import TOWER_ROTARY
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ WORTH_COMPILING = 0.97  # of Liger's time
 def use_liger_layers(innermost: nn.Module) -> None:
     """Liger's norm, rotary and SwiGLU; its fused losses stay off, our own head never keeps logits anyway.
 
-    Liger also replaces classes of the family's module, for models that are made later; those are put back. Functions, such as the
+    Liger also replaces classes of the family's module, for models that are made later; those are put back, and so is how a tower
+    rotates, for which `tower_layers` has a faster way. Functions, such as the
     one that applies rotary embeddings, are looked up there by every model of the family and stay, unless this version of
     transformers has none of that name. Of a model that sees, the language model alone is changed: what Liger knows of whole
     models is about some towers only.
@@ -57,7 +60,8 @@ def use_liger_layers(innermost: nn.Module) -> None:
     module = _family(innermost)
     before = _pristine.setdefault(module.__name__, dict(vars(module)))
     _apply_liger_kernel_to_instance(language_model(innermost), fused_linear_cross_entropy=False, cross_entropy=False)
-    _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
+    kept = {name: value for name, value in before.items() if isinstance(value, type) or name == TOWER_ROTARY}
+    _put_back(module, kept)
     for name, function in dict(vars(module)).items():
         if "rotary" in name and name in before and function is not before[name]:
             setattr(module, name, on_gpus(on_copies_of_kept_products(function), before[name]))
@@ -167,6 +171,8 @@ def fastest_kernels(innermost: nn.Module, candidates: tuple[str, ...]) -> tuple[
 
     Measured on a model of one layer and a vocabulary of a few words, so that it costs seconds and next to no memory.
     """
+    if caps_scores(innermost):  # its batches are padded on a GPU: what is measured here would not be what is run
+        return PLAIN, {}
     times: dict[str, float] = {}
     for name in candidates:
         try:
@@ -187,7 +193,7 @@ def _milliseconds(innermost: nn.Module, name: str) -> float:
     with _module_kept(innermost):
         model = _one_layer_model(innermost).to(parameter.device, parameter.dtype)
         APPLY[name](model)
-        body = getattr(model, model.base_model_prefix, model)
+        body = body_of(model)
         places = torch.arange(PROBE_SEGMENTS * PROBE_SEGMENT_TOKENS, device=parameter.device)[None]
         bounds = torch.arange(PROBE_SEGMENTS + 1, dtype=torch.int32, device=parameter.device) * PROBE_SEGMENT_TOKENS
         kwargs = {"input_ids": places % 64, "position_ids": places % PROBE_SEGMENT_TOKENS}
@@ -213,7 +219,7 @@ def _one_layer_model(innermost: nn.Module) -> nn.Module:
         setattr(config, name, None)
     install_ragged_attention()
     model = type(whole)(config)
-    model.set_attn_implementation(RAGGED_ATTENTION)
+    model.set_attn_implementation(ragged_name(innermost))
     return model
 
 

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from posttrain.core.batch import PADDED
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER, VisionFamily
+from posttrain.models.layers.tower_layers import fuse_tower_layers
 from posttrain.models.scoring.heads import HEAD_NAMES
 from posttrain.models.scoring.probe import ImageProbe
 from posttrain.models.vision.features import HOW_TO_INSTALL, Filler, set_family, set_filler
@@ -126,9 +127,10 @@ def load_processor(source: str, trust_remote_code: bool, **files: Any) -> Any:
 
 
 def prepare_to_see(innermost: nn.Module, family: VisionFamily) -> None:
-    """Before adapters: the family, the tower's attention, and hooks that leave the tower alone."""
+    """Before adapters: the family, the tower's attention and layers, and hooks that leave the tower alone."""
     set_family(innermost, family)
     install_tower_attention(innermost, family)
+    fuse_tower_layers(innermost, family)
     require_gradients_of_text_only(innermost)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.sharding import whole
+from posttrain.models.sharding import gathered, whole
 
 TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 """Children by which torch.compile and activation checkpointing say that they stand around a module."""
@@ -134,7 +134,9 @@ def _of_adapted_parameter(layer: Any, prefix: str) -> Iterator[tuple[str, Source
     active = _active(layer, layer.lora_A)
 
     def merged(base: Source) -> Tensor:
-        return _high(base.read()) + sum(_high(layer.get_delta_weight(name)) for name in active)
+        with gathered(_factors(layer, active)):
+            difference = sum(_high(layer.get_delta_weight(name)) for name in active)
+        return _high(base.read()) + difference
 
     changes = {layer.parameter_name: merged} if active else {}
     return _with_changes(layer.base_layer, prefix, changes, _factors(layer, active))
@@ -145,7 +147,8 @@ def _of_lora(layer: Any, prefix: str) -> Iterator[tuple[str, Source]]:
     active = _active(layer, layer.lora_embedding_A if embeds else layer.lora_A)
     variants = [name for name in active if name in layer.lora_variant]
     dora = len(active) == 1 and "Dora" in type(layer.lora_variant.get(active[0])).__name__ and not embeds
-    plain = getattr(layer.get_base_layer(), "weight", torch.empty(0)).ndim == 2
+    weight = getattr(layer.get_base_layer(), "weight", torch.empty(0))
+    plain = len(getattr(weight, "ds_shape", weight.shape)) == 2
     if not active:
         return sources_of(layer.base_layer, prefix)
     if not plain or (variants and not dora):
@@ -189,6 +192,11 @@ def _of_other_adapter(layer: Any, prefix: str) -> Iterator[tuple[str, Source]]:
             raise ValueError(
                 f"{prefix}{part} is quantised and has an adapter of the kind {type(layer).__name__}, which is merged by PEFT "
                 "into the quantised numbers: the result would not be what the model computes. Use LoRA, or send the adapter."
+            )
+        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            raise ValueError(
+                f"{prefix}{part} has an adapter of the kind {type(layer).__name__}, which PEFT merges into whole weights, and "
+                "ZeRO-3 holds them in pieces. Use LoRA, or FSDP (`fsdp=True`)."
             )
         twin = copy.deepcopy(layer)
         twin.merge(adapter_names=active)

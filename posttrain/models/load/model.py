@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,8 @@ from posttrain.models.scoring.probe import (
     why_not_shared,
 )
 from posttrain.models.scoring.token_scores import install_scores
+from posttrain.models.sharding import loading_whole
 from posttrain.models.vision.parts import adapter_on_language_model, without_vision
-
-logger = logging.getLogger(__name__)
 
 PADDED_NOTE = "Batches are padded, not ragged"
 ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
@@ -256,15 +254,14 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
     if options.vision is not None and kwargs.get("quantization_config") is not None:
         kwargs["quantization_config"] = without_vision(kwargs["quantization_config"], options.vision)
     auto_class = _auto_class(model, options)
-    with _named("model", path):
+    with _named("model", path), nullcontext() if options.sharded else loading_whole():
         loaded = auto_class.from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
 
 
 def _auto_class(model: str | Path, options: LoadOptions) -> Any:
-    if Path(model).suffix == ".gguf" or "gguf_file" in (
-        options.model_init_kwargs or ()
-    ):  # a text model; slow to look into
+    # a GGUF file is a text model, and slow to look into
+    if Path(model).suffix == ".gguf" or "gguf_file" in (options.model_init_kwargs or ()):
         return AUTO_CLASSES[options.task]
     config = config_of_model(model, options.model_init_kwargs)
     if not sees_images(config):
@@ -409,9 +406,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(
-            module
-        ).items():  # of families that call the function: `dropout`, `attn_dropout`, `layerdrop`
+        # of families that call the function: `dropout`, `attn_dropout`, `layerdrop`
+        for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 vars(module)[name] = 0.0
 
@@ -423,7 +419,9 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
     if is_prompt_learning(model):
         reason = "its adapter puts virtual tokens in front of every row"
     else:
-        reason = _of_the_first_process(why_not_ragged(model, innermost, options.task, options.image_probe), options)
+        on_gpu = options.device is not None and options.device.type == "cuda"
+        reason = why_not_ragged(model, innermost, options.task, options.image_probe, on_gpu)
+        reason = _of_the_first_process(reason, options)
     if reason is None:
         return RAGGED
     if options.layout == RAGGED:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +14,10 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.models.load.adapters import (
-    REFERENCE_ADAPTER,
-    adapter_in_use,
-    freeze_copy_of_adapter,
-    tensors_of_adapter,
-)
+from posttrain.models.inference import evaluating
+from posttrain.models.load.adapters import REFERENCE_ADAPTER, adapter_in_use, freeze_copy_of_adapter, tensors_of_adapter
 from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.models.sharding import gathered, local_part, part_of, reshard, whole
 
 PRECOMPUTED = "reference_logps"
 """Name under which a Sample keeps the reference's log-prob of each of its tokens."""
@@ -55,12 +54,19 @@ class ModelReference(Reference):
 
     model: nn.Module
     description: str
-    context: Callable[[], Any] = nullcontext
+    context: Callable[[], Any] = nullcontext  # a copy of this reference has it of its own model
     chunk_tokens: int | None = None
     temperature: float = 1.0
 
     def __str__(self) -> str:
         return self.description
+
+    def beside(self, copied: dict[int, Any]) -> ModelReference:
+        """For another thread: modules of its own over the same frozen weights. `copied`: what was copied before, by id, such as the
+        policy that this is a state of; more is added to it."""
+        frozen = {id(weight): weight for weight in self.model.parameters() if not weight.requires_grad}
+        copied |= {number: weight for number, weight in frozen.items() if number not in copied}
+        return copy.deepcopy(self, copied)
 
     @torch.no_grad()
     def scores(self, batch: TokenBatch, vocabulary: int | None = None) -> TokenScores:
@@ -72,13 +78,8 @@ class ModelReference(Reference):
     @contextmanager
     def asked(self) -> Iterator[None]:
         """In evaluation mode, and switched to the state that answers."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with self.context():
-                yield
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), self.context():
+            yield
 
 
 @dataclass
@@ -96,28 +97,39 @@ class MovableReference(ModelReference):
         own = self.weights().items()
         self.averages = {name: w.float() for name, w in own if torch.promote_types(w.dtype, torch.float32) != w.dtype}
 
-    def state(self) -> dict[str, Tensor]:
-        """What has moved, as exactly as it is known."""
+    def _moved(self) -> dict[str, Tensor]:
+        """What moves, as exactly as it is known; where FSDP2 holds it in pieces, these."""
+        reshard(self.model)
         return {**self.weights(), **self.averages}
+
+    def state(self, is_kept: bool = True) -> dict[str, Tensor]:
+        """All that has moved, whole. Where it is in pieces every process must ask; those that do not keep it get nothing."""
+        found = {}
+        for name, tensor in self._moved().items():
+            gathered = whole(tensor)  # one after the other, into the memory of the host
+            if is_kept:
+                found[name] = gathered.cpu() if hasattr(tensor, "placements") else gathered
+        return found
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(saved[name])
+        for name, tensor in self._moved().items():
+            local_part(tensor).copy_(part_of(tensor, saved[name]))
         self._write_averages()
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """reference = (1 - alpha) reference + alpha policy, name by name (arXiv:2404.09656)."""
+        """reference = (1 - alpha) reference + alpha policy, name by name (arXiv:2404.09656). Both are cut alike, if at all."""
+        reshard(policy)
         current = dict(policy.named_parameters())
-        for name, tensor in self.state().items():
-            tensor.lerp_(current[name].to(tensor.dtype), alpha)
+        for name, tensor in self._moved().items():
+            local_part(tensor).lerp_(local_part(current[name]).to(tensor.dtype), alpha)
         self._write_averages()
 
     def _write_averages(self) -> None:
         own = self.weights() if self.averages else {}
         for name, average in self.averages.items():
-            own[name].copy_(average)
+            local_part(own[name]).copy_(local_part(average))
 
 
 @dataclass
@@ -182,14 +194,14 @@ class GivenSums(Reference):
 
 
 def adapter_off(model: nn.Module) -> ModelReference:
-    return ModelReference(model, "the base model under the adapter", lambda: adapter_in_use(model, None))
+    return ModelReference(model, "the base model under the adapter", partial(adapter_in_use, model, None))
 
 
 def frozen_adapter(model: nn.Module, name: str = REFERENCE_ADAPTER) -> FrozenAdapter:
     """The policy's adapter as it is now, copied under another name."""
     source = model.active_adapter
     freeze_copy_of_adapter(model, source, name)
-    context = lambda: adapter_in_use(model, name)  # noqa: E731
+    context = partial(adapter_in_use, model, name)
     return FrozenAdapter(model, f"the frozen adapter {name!r}", context, name=name, source=source)
 
 
@@ -204,10 +216,9 @@ def create_reference_model(
     model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> nn.Module:
     """A frozen deep copy; with `num_shared_layers` the first layers are shared with (and frozen in) the given model."""
-    import copy
-
     if num_shared_layers is None:
-        return copy.deepcopy(model).requires_grad_(False).eval()
+        with gathered(model.parameters()):
+            return copy.deepcopy(model).requires_grad_(False).eval()
     prefixes = _layer_prefixes(model, num_shared_layers, pattern)
     shared = {name: p for name, p in model.named_parameters() if _below(name, prefixes, model)}
     memo = {id(parameter): parameter for parameter in shared.values()}

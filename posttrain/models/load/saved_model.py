@@ -40,9 +40,8 @@ class SavedModel:
     @property
     def has_tokenizer(self) -> bool:
         folder = Path(self.path)
-        return not folder.is_dir() or any(
-            (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
-        )
+        names = ("tokenizer.json", "tokenizer_config.json")
+        return not folder.is_dir() or any((folder / name).exists() for name in names)
 
     def own_dtype(self) -> torch.dtype | str:
         """In which it was trained: a base is loaded in the dtype of its adapter, all else in its file's."""

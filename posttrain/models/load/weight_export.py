@@ -89,7 +89,7 @@ def exported_specs(model: nn.Module, dtype: torch.dtype | None = None) -> list[T
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(getattr(tensor, "ds_shape", tensor.shape)))
 
 
 def untied_weights(model: nn.Module) -> list[str]:
@@ -147,7 +147,9 @@ def _adapter_state(model: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Its tensors as they are, perhaps in pieces, under the names of PEFT's files."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    # The parameters themselves: what ZeRO-3 notes on them is how they are gathered.
+    held = model.state_dict(keep_vars=True)
+    state = get_peft_model_state_dict(model, held, adapter_name=adapter, save_embedding_layers=False)
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 

@@ -24,14 +24,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from posttrain.models.attention.ragged import RAGGED_ATTENTION, segment_kwargs
+from posttrain.models.attention.ragged import is_ragged, segment_kwargs
+from posttrain.models.inference import body_of
 from posttrain.models.layers.checkpointing import KEPT
 from posttrain.models.scoring.token_scores import CHUNK_BYTES
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
 HEAD_ROOM = 0.9  # share of free memory that may be claimed: the allocator's gaps and kernels' workspaces need the rest
 PROBE_TOKENS = (128, 256)
-ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
+ENOUGH_TOKENS, ENOUGH_TO_GATHER = 4096, 16384
+"""Of one pass, where it has the weights, and where it gathers them from other processes. Larger passes of the next level, which
+computes up to a third more, would be slower."""
 TOKENS_WITHOUT_GRADIENT = {"cuda": 32768, "cpu": 4096}  # of a pass: it keeps little, and is to fill the device
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
 OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
@@ -85,13 +88,13 @@ def activation_cost(model: nn.Module) -> ActivationCost:
 
     `Shape.activations` estimates it where nothing can be run.
     """
-    own = _body_cost(getattr(model, model.base_model_prefix), model.config)
+    own = _body_cost(body_of(model), model.config)
     return functools.reduce(operator.add, (activation_cost(other) for other in models_beside(model)), own)
 
 
 def models_beside(model: nn.Module) -> list[nn.Module]:
     """Models with a body of their own that a model holds and that run in its forward: PPO's value model."""
-    body = getattr(model, model.base_model_prefix, None)
+    body = body_of(model)
     return [child for child in model.children() if isinstance(child, PreTrainedModel) and child is not body]
 
 
@@ -162,7 +165,7 @@ def _probe_inputs(config: Any, tokens: int, device: torch.device) -> dict[str, A
     """One row of `tokens` tokens, in the layout that the model runs, as keyword arguments."""
     places = torch.arange(tokens, device=device)[None]
     inputs = {"input_ids": places % config.get_text_config().vocab_size, "position_ids": places}
-    if config._attn_implementation != RAGGED_ATTENTION:
+    if not is_ragged(config._attn_implementation):
         return inputs | {"attention_mask": torch.ones_like(places)}
     return inputs | segment_kwargs(torch.tensor([0, tokens], dtype=torch.int32, device=device), tokens)
 
@@ -265,11 +268,13 @@ class BatchTokens:
     largest: int
     longest: int
     can_split: bool = True
+    gathers: bool = False  # every pass gathers the weights from other processes
 
     @property
     def wanted(self) -> int:
-        """Tokens of a pass that is as fast as any."""
-        return min(self.largest, max(self.longest, ENOUGH_TOKENS)) if self.can_split else self.largest
+        """Tokens of a pass that is large enough."""
+        enough = ENOUGH_TO_GATHER if self.gathers else ENOUGH_TOKENS
+        return min(self.largest, max(self.longest, enough)) if self.can_split else self.largest
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,22 @@ from torch import nn
 from posttrain.core.batch import PADDED, RAGGED, SHARED, RowPart, SharedPrefixes, TokenBatch
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
-from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.attention.ragged import can_be_replaced, caps_scores, is_ragged, ragged_name
+from posttrain.models.inference import evaluating
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
 from posttrain.models.scoring.token_scores import ask, score_tokens
+from posttrain.models.sharding import gathered_as_called
 from posttrain.models.vision.features import family_of
 from posttrain.models.vision.tower import set_text_attention
 
 PROBE_LENGTHS = (5, 11)
 COMMON = 2  # tokens with which both segments begin
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+PICKED_TOKENS = {
+    "chunked_attention", "indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention",
+    "heavily_compressed_attention",
+}  # fmt: skip
+"""Layers that attend to some tokens of a long row, by a mask or by indices. A short row, and so a probe, does not show it."""
 OF_A_CHANGE = 0.1
 """Share of it that another image must change: one kernel twice, so that a blind model's answers are the same to the last bit."""
 
@@ -62,18 +69,29 @@ class ImageProbe:
 
 
 def why_not_ragged(
-    model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe | None = None
+    model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe | None = None, on_gpu: bool = False
 ) -> str | None:
-    """None when ragged attention is in place and gives the padded answers; else the reason, and nothing is changed."""
+    """None when ragged attention is in place and gives the padded answers; else the reason, and nothing is changed.
+
+    `on_gpu`: it will be trained there, wherever its weights are now.
+    """
     before = innermost.config._attn_implementation
-    if before == RAGGED_ATTENTION:
+    if is_ragged(before):
         return None
-    if not getattr(innermost, "_supports_sdpa", False):
+    on_gpu = on_gpu or next(innermost.parameters()).is_cuda
+    if not can_be_replaced(innermost, on_gpu):
         return f"{type(innermost).__name__} has no SDPA attention to build on"
+    picking = PICKED_TOKENS.intersection(getattr(innermost.config.get_text_config(), "layer_types", None) or ())
+    if picking:
+        return (
+            f"layers of {type(innermost).__name__} attend to some tokens of a long row ({', '.join(sorted(picking))})"
+        )
     family = family_of(innermost)
     if family is not None and family.is_found and image_probe is not None:
         return f"models of type {family.model_type!r} are in no table of families, but follow transformers' conventions"
-    if family is not None and family.images_see_themselves_whole and next(innermost.parameters()).is_cuda:
+    if caps_scores(innermost) and on_gpu:
+        return f"the scores of {type(innermost).__name__} have a soft-cap, for which there is no ragged kernel on a GPU yet"
+    if family is not None and family.images_see_themselves_whole and on_gpu:
         return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"
     reason = _why_apart(model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")
     if reason is None and image_probe is not None:
@@ -146,14 +164,11 @@ def why_not_its_own_labels(innermost: nn.Module) -> str | None:
 
     Some have more between the two. Trained without that, they would answer otherwise once they are saved and loaded.
     """
-    training = innermost.training
-    innermost.eval()
-    with torch.no_grad():
+    with _asked_calmly(innermost):
         batch = _probe_batch(_asked(innermost, TOKEN_LABELS), PADDED).to(next(innermost.parameters()).device)
         ours = ask(innermost, batch, LabelsQuestion("labels", batch.positions)).labels
         own = innermost(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         difference = _difference(own.flatten(0, 1)[batch.positions].to(ours.dtype), ours, innermost)
-    innermost.train(training)
     name = type(innermost).__name__
     return None if difference is None else f"{name} has more than one linear layer over its hidden states"
 
@@ -188,7 +203,7 @@ def _why_apart(
             asked = _asked(innermost, task)
             one = _answers(model, asked, task, layouts[0])
             if layouts[0] == PADDED:
-                set_text_attention(innermost, RAGGED_ATTENTION)
+                set_text_attention(innermost, ragged_name(innermost))
             other = _answers(model, asked, task, layouts[1])
     except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
         return f"{name} could not run {what} ({type(error).__name__}: {error})"
@@ -199,13 +214,8 @@ def _why_apart(
 @contextmanager
 def _asked_calmly(model: nn.Module) -> Iterator[None]:
     """Without dropout and without a graph."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad(), gathered_as_called(model):
+        yield
 
 
 def _why_images_apart(
@@ -282,9 +292,8 @@ class _Asked:
 
     tokens: list[torch.Tensor]
     targets: list[torch.Tensor]
-    own: list[torch.Tensor] = field(
-        default_factory=list
-    )  # their log-probs by transformers' own forward of each segment alone
+    # their log-probs by transformers' own forward of each segment alone
+    own: list[torch.Tensor] = field(default_factory=list)
 
 
 def _asked(innermost: nn.Module, task: str) -> _Asked:

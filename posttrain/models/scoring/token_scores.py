@@ -26,6 +26,7 @@ from posttrain.core.batch import PADDED, RowPart, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.attention.sequence_parallel import put_together
+from posttrain.models.inference import body_of
 from posttrain.models.scoring.float32_head import head_input
 from posttrain.models.scoring.fused_head import can_fuse, summed_nll, token_logps
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
@@ -299,7 +300,7 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
     if "images" in kwargs or family_of(model) is not None:
         kwargs = with_images(model, kwargs, request.questions[0].positions)
     zero = None if "mm_encoder_outputs" in kwargs else filler_zero(model)
-    output = getattr(model, model.base_model_prefix)(**kwargs)
+    output = body_of(model)(**kwargs)
     hidden = output.last_hidden_state
     rows, virtual = hidden.flatten(0, 1), hidden.shape[1] - request.width
     result: dict[str, Tensor] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,6 @@ from posttrain.models.scoring.token_scores import (
     TokenQuestion,
     ask,
     default_chunk_tokens,
-    likeliest_tokens,
-    score_tokens,
     targets_within,
 )
 from posttrain.models.sharding import keep_gathered
@@ -88,19 +85,6 @@ def score_divergence(
         logps_in_loss=logps_in_loss,
     )
     return ask(model, batch, question, *also, router_loss=router_loss)
-
-
-def top_tokens(model: nn.Module, batch: TokenBatch, count: int, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """((N, count) ids, their log-probs, (N,) log-probs of the realised tokens): what a served teacher would say.
-
-    `how` are options of TokenQuestion: temperature, vocabulary, chunk_tokens.
-    """
-    # Aligned with anything, a measure may have several numbers a token.
-    measure = Measure(partial(likeliest_tokens, count=count), (batch.targets,))
-    with torch.no_grad():
-        scores = score_tokens(model, batch, measures={"likeliest": measure}, **how)
-    found = scores.stats["likeliest"]
-    return found[:, :count].long(), found[:, count:], scores.logps
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from transformers import __version__ as installed_transformers
 from posttrain.core.batch import BatchImages
 from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.image_blocks import ImageBlocks
+from posttrain.models.inference import body_of
 
 OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
 HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
@@ -150,7 +151,7 @@ def image_features(model: nn.Module, images: BatchImages) -> Any:
 
 
 def encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains: bool) -> Any:
-    body = getattr(model, model.base_model_prefix)
+    body = body_of(model)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
         output = body.get_image_features(**images.encoder, return_dict=True)
     kept = {"pooler_output": pick(output.pooler_output, images, family)}

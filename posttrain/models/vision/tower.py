@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 
 from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.ragged import flash_can_run
@@ -25,13 +26,28 @@ def install_tower_attention(innermost: nn.Module, family: VisionFamily) -> bool:
     """Give the tower this attention, where it hands over bounds. True where it has it now; the text keeps its own."""
     if not family.tower_has_bounds:
         return False
+    _register()
+    innermost.set_attn_implementation({"vision_config": TOWER_ATTENTION})
+    return True
+
+
+def _register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(TOWER_ATTENTION, tower_attention)
     AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
-    innermost.set_attn_implementation({"vision_config": TOWER_ATTENTION})
-    return True
+
+
+def know_tower(innermost: nn.Module) -> None:
+    """In a process that was handed a model which sees, and did not build it: the tower's attention, and which layers may be looked
+    at from outside, as LLaVA does; transformers notes that by class when it builds a model."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _register()
+    for module in innermost.modules():
+        if isinstance(module, PreTrainedModel):
+            _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
 
 
 def set_text_attention(innermost: nn.Module, name: str) -> None:

@@ -15,7 +15,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from posttrain.rewards.builtin.format import final_text
 
-PARSE_SECONDS, VERIFY_SECONDS = 10, 5
+VERIFY_SECONDS = 5
+HOW_PARSED = {"fallback_mode": "no_fallback", "parsing_timeout": 10}
 CALL_SECONDS = 60.0  # of the helper process, which stops what no signal can
 THINK_END = ("</think>",)
 
@@ -83,13 +84,7 @@ def _verdict(answer: str | None, solution: Any) -> Verdict:
         return None, "[]", ""
     if answer is None:
         return 0.0, _shown(gold), ""
-    found = parse(
-        in_digits(answer),
-        ANSWER,
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=PARSE_SECONDS,
-    )
+    found = parse(in_digits(answer), ANSWER, extraction_mode="first_match", **HOW_PARSED)
     right = bool(found) and verify(list(gold), found, timeout_seconds=VERIFY_SECONDS)
     return float(right), _shown(gold), _shown(found)
 
@@ -104,7 +99,7 @@ def _shown(parsed: Sequence[Any], limit: int = 200) -> str:
 
 @lru_cache(maxsize=4096)  # a group shares its solution
 def _read_gold(solution: str) -> tuple[Any, ...]:
-    return tuple(parse(in_digits(solution), GOLD, fallback_mode="no_fallback", parsing_timeout=PARSE_SECONDS))
+    return tuple(parse(in_digits(solution), GOLD, **HOW_PARSED))
 
 
 # ------------------------------------------------------------------------------------------- numbers that math-verify cannot read

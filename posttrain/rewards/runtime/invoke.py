@@ -15,15 +15,8 @@ from typing import Any
 from posttrain.rewards.runtime.values import InvalidAnswer, InvalidValue, entries_of, number_of
 
 OURS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "log_failure",
-    "environments",
-)
+    "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric", "log_failure",
+)  # fmt: skip
 """Arguments that the runtime makes; every other one is a column of the dataset."""
 
 ERROR, TIMEOUT, INVALID, CRASH = "error", "timeout", "invalid", "crash"
@@ -154,12 +147,7 @@ def _answer(returned: Any, log: CallLog, started: float) -> dict[str, Any]:
     values = [_entry(entry) for entry in entries_of(returned, log.count)]
     for place, failure in log.failures.items():
         values[place] = {"fault": failure}
-    return {
-        "values": values,
-        "extras": log.extras,
-        "metrics": log.metrics,
-        "seconds": time.perf_counter() - started,
-    }
+    return {"values": values, "extras": log.extras, "metrics": log.metrics, "seconds": time.perf_counter() - started}
 
 
 def _entry(entry: Any) -> Any:

@@ -139,14 +139,8 @@ class Outcomes:
         masked = np.zeros(samples, dtype=bool)
         if self.options.on_error == MASK:
             masked[[failure.sample for failure in failures]] = True
-        return RewardResults(
-            self._table(samples),
-            masked,
-            failures,
-            self._columns(samples),
-            self._metric_lists(),
-            dict(zip(self.names, self._seconds)),
-        )
+        logged = (self._columns(samples), self._metric_lists())
+        return RewardResults(self._table(samples), masked, failures, *logged, dict(zip(self.names, self._seconds)))
 
     def _table(self, samples: int) -> np.ndarray:
         values = np.full((samples, len(self.names)), np.nan)

@@ -44,9 +44,8 @@ class FunctionReward:
     function: Callable[..., Any]
     wants: Wants
     packed: bytes | None  # None: it runs in this process
-    whole_groups: bool = (
-        False  # it compares the samples of a group: a call is never split, and its values are not remembered
-    )
+    # it compares the samples of a group: a call is never split, and its values are not remembered
+    whole_groups: bool = False
     keeps_time: bool = False  # it ends its calls itself when `timeout` is over
     runs_last: bool = False  # it uses the device of the run: called on the trainer's thread when all is written
 
@@ -199,10 +198,8 @@ class Runner:
     async def _stay(self, call: Call, reason: str) -> dict[str, Any]:
         """Under "auto", run the function in this process from here on."""
         if self.options.isolation != AUTO:
-            return {
-                "fault": [ERROR, f'it is to run in a worker process (isolation="process"), but {reason}.'],
-                "seconds": 0,
-            }
+            why = f'it is to run in a worker process (isolation="process"), but {reason}.'
+            return {"fault": [ERROR, why], "seconds": 0}
         if call.reward.packed is not None:  # several calls may find out at once
             call.reward.packed = None
             self.say(stays_in_process(call.reward.name, reason))

@@ -135,9 +135,8 @@ class Worker:
         try:
             arguments = pickle.loads(message["arguments"])
         except BaseException as error:  # a column of a class that cannot be imported here
-            self.send(
-                {"call": number, "fault": [ERROR, f"its arguments cannot be read: {described(error)}"], "seconds": 0}
-            )
+            fault = [ERROR, f"its arguments cannot be read: {described(error)}"]
+            self.send({"call": number, "fault": fault, "seconds": 0})
             return
         arguments["trainer_state"] = self.state
         if message["announce"]:

@@ -172,14 +172,8 @@ class WorkerProcess:
         number, loop = new_number(), asyncio.get_running_loop()
         self.began[number], self.answers[number] = loop.create_future(), loop.create_future()
         announce = announce or key not in self.loaded
-        message = {
-            "do": "call",
-            "call": number,
-            "key": key,
-            "arguments": arguments,
-            "limit": limit,
-            "announce": announce,
-        }
+        message = {"do": "call", "call": number, "key": key, "arguments": arguments}
+        message |= {"limit": limit, "announce": announce}
         try:
             async with asyncio.timeout(START_SECONDS) as starting:
                 await self._make_ready(key, function, state)
@@ -265,17 +259,10 @@ class WorkerPool:
         """The answer of a call, or {"fault": [kind, message]}. SuspectDied where others ran beside it."""
         for fresh_starts_left in reversed(range(FRESH_STARTS)):
             worker = await self._acquire(call.shares and not alone)
-            started = time.perf_counter()
+            started, grace = time.perf_counter(), GRACE_SECONDS if call.shares else 0.0
+            what = (call.key, call.function, call.arguments, call.state, self.options.timeout, grace)
             try:
-                return await worker.call(
-                    call.key,
-                    call.function,
-                    call.arguments,
-                    call.state,
-                    self.options.timeout,
-                    GRACE_SECONDS if call.shares else 0.0,
-                    announce=fresh_starts_left < FRESH_STARTS - 1,
-                )
+                return await worker.call(*what, announce=fresh_starts_left < FRESH_STARTS - 1)
             except (WorkerTimeout, WorkerDied) as error:
                 if worker.had_company:
                     raise SuspectDied from error

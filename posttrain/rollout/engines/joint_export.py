@@ -1,4 +1,4 @@
-"""JointExport: weights that FSDP holds in pieces, on their way to an engine that wants them whole.
+"""JointExport: weights that FSDP or DeepSpeed holds in pieces, on their way to an engine that wants them whole.
 
 Every tensor is gathered by all processes together, so all of them must walk through all tensors, in the same order and to the end:
 those that send nothing, and the one whose engine has had enough after the first. Otherwise the others would wait indefinitely.

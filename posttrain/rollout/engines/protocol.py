@@ -106,9 +106,8 @@ class Completion:
     error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # "queued", "prefill", "decode"
     version: int = 0  # of the weights that wrote it: of its first token, where they changed meanwhile
-    spans: tuple[tuple[int, int], ...] | None = (
-        None  # (one past the last token, version) of each; None: no change could come
-    )
+    # (one past the last token, version) of each; None: no change could come
+    spans: tuple[tuple[int, int], ...] | None = None
 
     def versions(self) -> np.ndarray:
         """(tokens,) version of the weights that wrote each."""

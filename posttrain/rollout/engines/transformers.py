@@ -258,9 +258,8 @@ class PlainBatch:
 
     def _arguments(self, inputs: Tensor) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": inputs}
-        if getattr(
-            self.engine.model.config, "output_router_logits", False
-        ):  # of training: its loss takes no cached tokens
+        # of training: its loss takes no cached tokens
+        if getattr(self.engine.model.config, "output_router_logits", False):
             arguments["output_router_logits"] = False
         if self.engine.pads:  # families with a recurrent state read a mask as one of the new tokens alone
             arguments["attention_mask"] = self.mask

@@ -15,6 +15,7 @@ from posttrain.models.load.model import innermost_model
 from posttrain.models.sharding import local_part, reshard
 from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, ProbeResult, SyncProbe, WeightsDiffer, scored_by
+from posttrain.serve.wire import block_sums
 
 SECONDS, MEAN, LARGEST = "sync/seconds", "sync/logp_difference/mean", "sync/logp_difference/max"
 IMAGES = "sync/logp_difference/images"
@@ -35,7 +36,7 @@ class WeightSync:
         process_index: int = 0,
         world_size: int = 1,
     ) -> None:
-        """`joint` and `sharded_dtype` (in which they are computed with) are there where FSDP holds the weights in pieces.
+        """`joint` and `sharded_dtype` (in which they are computed with) are there where the weights are in pieces.
         `image_gap(engine)`: how far log-probs of trainer and engine are apart after an image, where prompts have some."""
         if tolerance is not None and not getattr(engine, "is_foreign", False):
             raise ValueError(
@@ -45,7 +46,7 @@ class WeightSync:
         self.engine, self.model, self.joint, self.tolerance = engine, model, joint, tolerance
         self.sharded_dtype, self.process_index, self.world_size = sharded_dtype, process_index, world_size
         self.image_gap = image_gap
-        self._done: tuple[int, int] | None = None
+        self._done: tuple[int, list[Any]] | None = None
         self._probe: SyncProbe | None = None
 
     def ready(self, version: int) -> dict[str, float]:
@@ -165,9 +166,14 @@ def on_all_processes(action: Callable[[], Any], world_size: int, what_failed: st
     return result
 
 
-def _changes(model: nn.Module) -> int:
-    """Grows with every change of a parameter that torch sees: weights that were loaded again have the old step's number.
+def _changes(model: nn.Module) -> list[Any]:
+    """Differs after every change of a parameter that torch sees: weights that were loaded again have the old step's number.
 
-    Every process makes the same changes, so that all of them send or none does.
+    Every process makes the same changes, so that all of them send or none does. ZeRO-3 writes into its pieces behind torch's back:
+    there it is their checksums.
     """
-    return sum(local_part(parameter)._version for parameter in model.parameters())
+    pieces = [(parameter, getattr(parameter, "ds_tensor", None)) for parameter in model.parameters()]
+    return [
+        local_part(parameter)._version if piece is None else block_sums.of_tensor(piece.detach().view(torch.uint8))
+        for parameter, piece in pieces
+    ]

@@ -71,6 +71,10 @@ class CallThreads:
         self._waiting = 0  # those of them that have nothing to do
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process there are threads of that process."""
+        return CallThreads, (self.size, self.most_abandoned)
+
     def start(self, function: Callable[[], Any], limit: float | None, is_async: bool = False) -> Pending:
         call = Pending(function, limit, is_async)
         with self._changed:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.sample import Sample
+from posttrain.data.images.streamed_span import as_carried
 from posttrain.data.render.conversation import Conversation, RenderError
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.turn_suffix import ToolResult, TurnSuffix
@@ -26,7 +27,7 @@ from posttrain.rollout.episodes.environment import Environment, extended_prompt
 from posttrain.rollout.episodes.episode import columns_of
 from posttrain.rollout.episodes.tool_results import raise_if_fatal
 from posttrain.rollout.episodes.tools import RunningCall, Toolbox, describe_error
-from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.prompt_rows import PromptRow, shown_pictures
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 
 PREFIX_TOKENS = 64  # of a prompt: its end may open what the turn continues, such as reasoning
@@ -89,7 +90,7 @@ class ToolEpisode:
         self._asked: list[tuple[Any, Any]] = []  # (name, arguments) of this turn's calls that have not begun
         self._running: list[RunningCall] = []
         self._answered: list[ToolCall] = []
-        self._over = False
+        self.is_over = False
         self._began: float | None = None
         self._seconds = {"tools": 0.0} if take_environment is None else {"tools": 0.0, "reset": 0.0}
         own_kwargs = read_template_kwargs(row.columns.get("chat_template_kwargs"), "chat_template_kwargs", [])
@@ -106,7 +107,7 @@ class ToolEpisode:
             self._poll_reset()
         elif self._asked or self._running or self._answered:
             self._poll_calls()
-        if self._over or self._resetting is not None or self._asked or self._running:
+        if self.is_over or self._resetting is not None or self._asked or self._running:
             return None
         written = self._sample()
         return Prompt(
@@ -147,10 +148,6 @@ class ToolEpisode:
             return self._end(LENGTH, self._too_late())
         self._rounds += 1
         self._start_calls()
-
-    @property
-    def is_over(self) -> bool:
-        return self._over
 
     def rollout(self) -> Rollout:
         self._seconds["tools"] = sum(call.seconds for call in self.calls)
@@ -206,7 +203,8 @@ class ToolEpisode:
             raise prompt
         if self.rules.max_prompt is not None and len(prompt) > self.rules.max_prompt:
             raise RenderError(f"It has {len(prompt)} tokens; `max_length` is {self.rules.max_prompt}.")
-        self._encoded = replace(prompt, row=self.row.row, group=self.request.number)
+        shown = as_carried(prompt.images, self.row.images)
+        self._encoded = replace(prompt, row=self.row.row, group=self.request.number, images=shown)
 
     def _schemas(self) -> list[dict[str, Any]] | None:
         """Of the tools that the prompt was written with: the row's own, or those of the run."""
@@ -278,7 +276,7 @@ class ToolEpisode:
 
     def _is_late(self) -> bool:
         limit, began = self.rules.timeout, self._began
-        return not self._over and limit is not None and began is not None and time.monotonic() - began > limit
+        return not self.is_over and limit is not None and began is not None and time.monotonic() - began > limit
 
     def _too_late(self) -> str:
         return f"The episode took longer than {self.rules.timeout:g} s."
@@ -290,7 +288,7 @@ class ToolEpisode:
     def _end(self, reason: str, error: str | None = None) -> None:
         self.calls += [*self._answered, *(running.given_up() for running in self._running)]
         self._running, self._asked, self._answered = [], [], []
-        self._over, self.finish_reason, self.error = True, reason, error
+        self.is_over, self.finish_reason, self.error = True, reason, error
 
     def _sample(self) -> Sample:
         nothing = np.zeros(len(self._encoded), dtype=np.float32)
@@ -306,9 +304,8 @@ class ToolEpisode:
 
     def _pictures(self, sample: Sample) -> dict[bytes, Any]:
         """Of the row, and those that tools returned."""
-        known, shown = self.row.pictures, self._toolbox.images
-        made = () if shown is None else (span.key for span in sample.images if span.key not in known)
-        return {**known, **{key: shown.media.picture(key) for key in made}}
+        shown = self._toolbox.images
+        return shown_pictures(self.row.pictures, None if shown is None else shown.media, sample)
 
     def _completion(self) -> list[dict[str, Any]]:
         """All new messages; one that the prompt began is shown whole."""

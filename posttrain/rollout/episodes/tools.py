@@ -17,14 +17,7 @@ from transformers.utils import get_json_schema
 
 from posttrain.rewards.runtime.invoke import is_async
 from posttrain.rollout.episodes.call_threads import CallThreads, CallTimeout, Pending
-from posttrain.rollout.episodes.tool_results import (
-    Content,
-    ShownImages,
-    clean,
-    content_of,
-    raise_if_fatal,
-    says_images,
-)
+from posttrain.rollout.episodes.tool_results import Content, ShownImages, clean, content_of, raise_if_fatal, says_images
 from posttrain.rollout.rollout import ToolCall
 
 LONGEST_ERROR = 2000
@@ -124,17 +117,12 @@ class Toolbox:
             inspect.signature(tool.function).bind(**arguments)
         except TypeError as error:
             raise ToolFault(f"Wrong arguments for {name}: {error}.") from error
-        if tool.is_async:
-            return functools.partial(self._answered_async, tool, arguments), True
-        return functools.partial(self._answered, tool, arguments), False
+        return functools.partial(self._answered, tool, arguments), tool.is_async
 
     def _answered(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         """The result as the model reads it, made where the tool runs: ten megabytes of JSON must not hold up anybody else."""
         result = tool.function(**arguments)
         return self._awaited(result) if inspect.isawaitable(result) else self.content_of(result)
-
-    async def _answered_async(self, tool: Tool, arguments: dict[str, Any]) -> Content:
-        return self.content_of(await tool.function(**arguments))
 
     async def _awaited(self, result: Any) -> Content:
         return self.content_of(await result)

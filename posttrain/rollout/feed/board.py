@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ class Board:
         self.allocate = allocate or (lambda: [self._empty(weight) for weight in source])
         self.buffers: dict[int, Buffer] = {}  # by label
         self.newest = 0  # of them
+        self.read_seconds: list[float] = []  # that each reader held its engine for, since somebody looked
         self._readers: Counter[int] = Counter()
         self._spare: list[Buffer] = []
         self._marks: dict[int, torch.cuda.Event] = {}  # by id of a buffer
@@ -73,6 +76,7 @@ class Board:
             label = label if label in self.buffers else max(self.buffers)
             self._readers[label] += 1
             buffer = self.buffers[label]
+        began = time.perf_counter()
         try:
             _wait_for(self._marks.get(id(buffer)))  # for the trainer that wrote it
             yield label, buffer
@@ -80,6 +84,13 @@ class Board:
             self._mark(buffer)
             with self._lock:
                 self._readers[label] -= 1
+                self.read_seconds.append(time.perf_counter() - began)
+
+    def paused_seconds(self) -> list[float]:
+        """Of each copy of the weights that a worker took since the last question: it writes nothing meanwhile."""
+        with self._lock:
+            seconds, self.read_seconds = self.read_seconds, []
+            return seconds
 
     def _mark(self, buffer: Buffer) -> None:
         """Whoever uses the buffer next, perhaps on another stream of the GPU, waits for what was queued until here."""
@@ -105,9 +116,10 @@ class Shadow(ReadInPlace):
 
     def __init__(self, model: nn.Module, board: Board, gathered: GatheredEngine | None = None) -> None:
         """It has the newest weights of the board. `gathered`: the engine of a model that lies in pieces."""
+        self.copied: dict[int, Any] = {}  # by id: what is a copy of what
         if gathered is None:
-            shared = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
-            self.model = copy.deepcopy(model, shared)
+            self.copied = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
+            self.model = copy.deepcopy(model, self.copied)
         else:
             self.model = gathered.whole_copy()
         own = dict(self.model.named_parameters())

@@ -15,7 +15,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -23,12 +23,18 @@ from torch import Tensor, nn
 
 from posttrain.core.trees import tree_to_bytes
 from posttrain.models.attention.ragged import install_ragged_attention
+from posttrain.models.layers.tower_layers import fuse_tower_layers
+from posttrain.models.load.model import innermost_model
+from posttrain.models.vision.features import family_of
+from posttrain.models.vision.tower import know_tower
 from posttrain.rewards.runtime.frames import frame, read_frame, write_all
 from posttrain.rewards.runtime.worker import _die_with
 from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.episodes.environment import Environments
 from posttrain.rollout.feed.arena import Arena, Layout
 from posttrain.rollout.feed.board import NEWEST
 from posttrain.rollout.feed.group import Work, rollouts_tree
+from posttrain.rollout.feed.played import AskedHere
 from posttrain.rollout.feed.worker import CONTINUE, ReadInPlace, RolloutWorker, Writing
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request, Rollout
@@ -49,6 +55,8 @@ class Blueprint:
     keeps_cache: bool
     trained: Layout
     fixed: Layout
+    environments: Environments | None = None  # those of the episodes
+    reward_timeout: float | None = None  # seconds, of the environments' rewards
 
 
 def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -95,8 +103,8 @@ class RemoteFeed(ABC):
 
     def deliver(self, work: Work, rollouts: list[Rollout], seconds: float) -> None:
         self.rows.pop(work.number, None)
-        given = [work.number, work.attempt, work.label, work.prompt, work.row]
-        self.ask("deliver", work=given, seconds=seconds, **rollouts_tree(rollouts))
+        if work.counts:
+            self.ask("deliver", work=[*astuple(work)], seconds=seconds, **rollouts_tree(rollouts))
 
 
 class FeedOverSocket(RemoteFeed):
@@ -168,6 +176,9 @@ def run(feed: RemoteFeed, plan: Blueprint, fixed_memory: Any, memory_of: Callabl
     for parameter in trained:
         parameter.requires_grad_(False)
     install_ragged_attention()
+    if (family := family_of(innermost := innermost_model(model))) is not None:
+        know_tower(innermost)
+        fuse_tower_layers(innermost, family)
     engine = plan.make_engine(model)
     engine.labels_tokens = plan.in_flight == CONTINUE
     authors: dict[tuple[int, int], str] = {}
@@ -182,7 +193,11 @@ def run(feed: RemoteFeed, plan: Blueprint, fixed_memory: Any, memory_of: Callabl
 
     writing = Writing(row_of=row_of, author_of=author_of, **plan.writing)
     how = {"in_flight": plan.in_flight, "keeps_cache": plan.keeps_cache}
-    RolloutWorker(plan.name, engine, weights, writing, feed, feed.deliver, **how).run()
+    to_deliver: tuple[Callable[..., Any], ...] = (feed.deliver,)
+    if plan.environments is not None:
+        asked = AskedHere(plan.environments, plan.reward_timeout, feed.deliver)
+        to_deliver = asked.add, asked.poll
+    RolloutWorker(plan.name, engine, weights, writing, feed, *to_deliver, **how).run()
 
 
 def main() -> None:

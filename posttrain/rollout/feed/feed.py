@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 
 from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.idle import IdleTimes
-from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.journal import Journal, Key
 from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
 from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
+TELL_SECONDS = 5.0  # how long whoever waits keeps from other processes that he does
 SAY_SECONDS = 10.0  # without a group, after which the log says who is waited for; then after twice as long
-STALE = "stale"
+STALE, ZERO_VARIANCE = "stale", "zero_variance"
 Found = TypeVar("Found")
 
 
@@ -52,7 +53,10 @@ class Feed:
         self.step = 0  # optimizer steps that are done
         self.waited = 0.0  # seconds that the trainer waited for the last window
         self.stopped = False
-        self._taken_before: dict[int, dict[str, Any]] = {}  # windows that a run before this one took, from the journal
+        self.while_waiting: Callable[[], None] | None = None  # called every few seconds by whoever waits
+        self._round = 0  # of the last window: how often groups of it were replaced
+        self._first_readable = 0  # number; a stream was read past what came before
+        self._taken_before: dict[Key, dict[str, Any]] = {}  # what a run before this one took, from the journal
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -68,10 +72,9 @@ class Feed:
     def oldest_label(self) -> int:
         """Of weights that somebody may still have to write with, once the next step is done."""
         with self._changed:
-            if self.pace.order != IN_ORDER:
-                return self.published + 1
-            open_numbers = [n for n, entry in self.ledger.live.items() if entry.fate != FINISHED]
-            return min(map(self.wanted_label, [*open_numbers, self.ledger.begun]))
+            is_exact, live = self.pace.order == IN_ORDER, self.ledger.live.values()
+            labels = [entry.label for entry in live if is_exact and entry.fate != FINISHED]
+            return min(labels, default=self.published + 1)
 
     @property
     def published(self) -> int:
@@ -80,28 +83,54 @@ class Feed:
 
     def next_window(self) -> list[Group]:
         """The groups of the next window, by their numbers; waits until there are enough."""
-        began = self.clock()
         with self._changed:
-            numbers, dropped = self._until(self._choice, f"window {self.windows} waits")
-            if self.journal is not None and self.windows not in self._taken_before:
-                self.journal.take(self.windows, numbers, dropped)
-            self.ledger.take(numbers)
-            self.windows += 1
-            self.waited = self.clock() - began
+            self.waited = 0.0
+            groups = self._take((self.windows, 0), self.pace.groups)
+            self.windows, self._round = self.windows + 1, 0
+            return groups
+
+    def further(self, count: int) -> list[Group]:
+        """As many more for the window that was taken last, in the place of groups that teach nothing."""
+        with self._changed:
+            self._round += 1
+            if not count:
+                return []
+            self.ledger.replace(count, ZERO_VARIANCE)
+            self._plan()
             self._changed.notify_all()
-            return [self.groups.pop(number) for number in numbers]
+            return self._take((self.windows - 1, self._round), count)
+
+    def _take(self, key: Key, count: int) -> list[Group]:
+        began = self.clock()
+        self.idle.note_trainer(False, began)
+        numbers, dropped = self._until(lambda: self._choice(key, count), f"window {key[0]} waits")
+        if self._taken_before.pop(key, None) is None and self.journal is not None:
+            self.journal.take(key, numbers, dropped)
+        self.ledger.take(numbers)
+        now = self.clock()
+        self.waited += now - began
+        self.idle.note_trainer(True, now)
+        self._changed.notify_all()
+        return [self.groups.pop(number) for number in numbers]
 
     def has_window(self) -> bool:
         """Whether `next_window` would return at once. What is too old is dropped by the question."""
         with self._changed:
-            return self._choice() is not None
+            return self._choice((self.windows, 0), self.pace.groups) is not None
 
     def _until(self, ready: Callable[[], Found | None], who: str) -> Found:
         """Wait until `ready` finds something. The log says for whom; without a group for `patience` seconds it ends."""
-        finished, since, say_at = -1, self.clock(), SAY_SECONDS
+        finished, since, say_at, told = -1, self.clock(), SAY_SECONDS, self.clock()
         while (found := ready()) is None:
             self._raise_error()
             self._changed.wait(LOOK_SECONDS)
+            if self.while_waiting is not None and self.clock() - told > TELL_SECONDS:
+                self._changed.release()  # others hand groups in meanwhile
+                try:
+                    self.while_waiting()
+                finally:
+                    self._changed.acquire()
+                told = self.clock()
             now = self.clock()
             if self.ledger.totals[FINISHED] != finished:
                 finished, since, say_at = self.ledger.totals[FINISHED], now, SAY_SECONDS
@@ -131,22 +160,24 @@ class Feed:
             now = self.clock()
             return ", ".join(f"prompt {n} by {self.ledger.live[n].worker} for {now - since:.0f} s" for since, n in held)
 
-    def _choice(self) -> tuple[list[int], dict[int, str]] | None:
-        dropped = self._drop_stale()
-        replayed = self._taken_before.get(self.windows)
-        if replayed is not None:
+    def _choice(self, key: Key, count: int) -> tuple[list[int], dict[int, str]] | None:
+        replayed = self._taken_before.get(key)
+        if replayed is not None and len(replayed["numbers"]) == count:
             for number, reason in replayed["dropped"].items():
                 self.ledger.drop(number, reason)
                 self.groups.pop(number, None)
             return replayed["numbers"], replayed["dropped"]
-        choice = next_window(self.pace, self.ledger.live, self.windows, self.lead.value)
+        # Rewards with noise, or a GPU, may find others to replace than the run before did: from here on it is another run.
+        self._taken_before.clear()
+        dropped = self._drop_stale(key[0])
+        choice = next_window(self.pace, self.ledger.live, key[0], self.lead.value, count)
         return ([*choice.numbers], dropped) if choice.numbers else None
 
-    def _drop_stale(self) -> dict[int, str]:
-        """Of `on_stale="drop"`: what no window may take any more."""
-        if self.pace.on_stale != DROP or self.windows in self._taken_before:
+    def _drop_stale(self, window: int) -> dict[int, str]:
+        """Of `on_stale="drop"`: what neither this window nor a later one may take."""
+        if self.pace.on_stale != DROP:
             return {}
-        old = [n for n, entry in self.ledger.live.items() if self.pace.last_window(entry.label) < self.windows]
+        old = [n for n, entry in self.ledger.live.items() if self.pace.last_window(entry.label) < window]
         for number in old:
             self.ledger.drop(number, STALE)
             self.groups.pop(number, None)
@@ -155,9 +186,12 @@ class Feed:
     def wait_until_written(self, label: int) -> None:
         """Until every group that older weights than `label` must write is finished: those weights may go then."""
         with self._changed:
-            open_numbers = lambda: [n for n, entry in self.ledger.live.items() if entry.fate != FINISHED]  # noqa: E731
-            is_written = lambda: all(self.wanted_label(number) >= label for number in open_numbers()) or None  # noqa: E731
-            self._until(is_written, f"the checkpoint of step {label} waits for what older weights must write")
+            is_written = lambda: all(  # noqa: E731
+                entry.label >= label for entry in self.ledger.live.values() if entry.fate != FINISHED
+            )
+            self._until(
+                lambda: is_written() or None, f"the checkpoint of step {label} waits for what older weights must write"
+            )
             if self.journal is not None:
                 self.journal.sync()
 
@@ -175,33 +209,64 @@ class Feed:
             self._plan()
             waiting = sorted(self.ledger.numbers(PLANNED))
             if self.pace.order == IN_ORDER:
-                waiting = [number for number in waiting if self.wanted_label(number) == label]
+                waiting = self._next_batch(label)
             elif label < self.published:
                 return []
             if self.pace.most_in_flight is not None:
                 most = min(most, max(self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)), 0))
             now = self.clock()
+            issue, written_again = self.ledger.issue, self._finished_beside(waiting[:most])
             issued = [
-                Work(
-                    number,
-                    self.ledger.issue(number, worker, label, now, self.lease_seconds),
-                    label,
-                    *self.prompt_of(number),
-                )
+                Work(number, issue(number, worker, label, now, self.lease_seconds), label, *self.prompt_of(number))
                 for number in waiting[:most]
             ]
+            issued += [Work(number, 0, label, *self.prompt_of(number), counts=False) for number in written_again]
             self.idle.note(worker, not self.ledger.holds(worker), now)
-            return issued
+            return sorted(issued, key=lambda work: work.number)
+
+    def _finished_beside(self, numbers: list[int]) -> list[int]:
+        """In order: what was begun at once with these and is finished, where a worker died in between. Without it they would be
+        written beside fewer, and their last bits be others."""
+        live = self.ledger.live
+        if self.pace.order != IN_ORDER or self.pace.most_in_flight is not None or not numbers:
+            return []  # where few are written at once, what is beside a group is a matter of time
+        first = live[numbers[0]]
+        begun_at_once = range(max(first.batch, self._first_readable), first.batch + first.batch_size)
+        return [n for n in begun_at_once if n not in live or live[n].fate == FINISHED]
+
+    def oldest_needed(self) -> int:
+        """The lowest number that may be written, be it once more beside others."""
+        with self._changed:
+            open_batches = (entry.batch for entry in self.ledger.live.values() if entry.fate != FINISHED)
+            return min(open_batches, default=self.ledger.begun) if self.pace.order == IN_ORDER else self.ledger.begun
+
+    def _next_batch(self, label: int) -> list[int]:
+        """In order, what was begun at once is issued at once: the last bits of a completion depend on what is written beside it.
+        Where too much waits already, nothing but what the next window needs."""
+        live = self.ledger.live
+        waiting = [n for n in sorted(self.ledger.numbers(PLANNED)) if live[n].label == label]
+        if not waiting or (self._is_full and waiting[0] not in sorted(live)[: self.pace.groups]):
+            return []
+        return [number for number in waiting if live[number].batch == live[waiting[0]].batch]
 
     def _plan(self) -> None:
-        """Begin what may begin. Of a run that is replayed nothing begins before its last recorded window is taken."""
-        if self.stopped or self.windows in self._taken_before:
+        """Begin what may begin. Of a run that is replayed nothing begins before its last recorded window is taken.
+
+        In order, a group is written by the weights that are the newest when it begins, and it begins when the count of trained and
+        replaced groups allows it, whatever waits: neither depends on time. What a run before this one has written is taken over.
+        """
+        if self.stopped or self._taken_before or (self._is_full and self.pace.order != IN_ORDER):
             return
-        if self.pace.most_waiting is not None and len(self.groups) >= self.pace.most_waiting:
-            return
-        ledger, trained = self.ledger, self.step // self.pace.steps
-        for _ in range(may_begin(self.pace, ledger.begun, ledger.dropped, trained, self.lead.value)):
-            ledger.begin(self.step)
+        ledger, trained, batch = self.ledger, self.step // self.pace.steps, self.ledger.begun
+        count = may_begin(self.pace, ledger.begun, ledger.dropped, trained, self.lead.value)
+        for _ in range(count):
+            number = ledger.begin(self.published, batch, count)
+            if self.journal is not None and number in self.journal.places:
+                self._adopt(number)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.pace.most_waiting is not None and len(self.groups) >= self.pace.most_waiting
 
     def finish(self, group: Group) -> bool:
         """False: somebody else has the number by now; the group is not used."""
@@ -210,8 +275,8 @@ class Feed:
             is_current = self.ledger.finish(group.number, group.attempt, "")
             if is_current:
                 entry = self.ledger.live[group.number]
-                entry.label = group.label
-                self.idle.note(entry.worker, not self.ledger.holds(entry.worker), self.clock())
+                entry.label, group.finished_step, group.finished_at = group.label, self.step, self.clock()
+                self.idle.note(entry.worker, not self.ledger.holds(entry.worker), group.finished_at)
                 if self.journal is not None:
                     self.journal.append(group.number, group.attempt, content)
                 self.groups[group.number] = group
@@ -223,7 +288,7 @@ class Feed:
         with self._changed:
             for number in self.ledger.held_by(worker):
                 self.ledger.give_back(number, self.ledger.live[number].attempt)
-            self.idle.forget(worker)
+            self.idle.forget(worker, self.clock())
             self._changed.notify_all()
 
     def holds(self, worker: str) -> bool:
@@ -236,11 +301,17 @@ class Feed:
         with self._changed:
             return self.idle.since_asked(self.clock())
 
-    def wanted_label(self, number: int) -> int:
-        """In order, block b is written by the weights that `lead` windows before it begin with, whoever writes it and whenever."""
-        window = number // self.pace.groups - int(self.lead.value)
-        step = max(window, 0) * self.pace.steps
-        return step - step % self.pace.sync_steps
+    def counts(self) -> dict[str, float]:
+        """Of groups, at one moment: begun = taken + dropped + in flight + waiting."""
+        with self._changed:
+            waiting = len(self.groups)
+            now = {"begun": self.ledger.begun, "in_flight": len(self.ledger.live) - waiting, "waiting": waiting}
+            return now | self.ledger.totals
+
+    def overlap_seconds(self) -> float:
+        """For how long the trainer trained while a worker wrote, since the last question."""
+        with self._changed:
+            return self.idle.both_since_asked(self.clock())
 
     def label_for(self, label: int) -> int | None:
         """Which weights a worker that has `label` should have next; None: it is well served.
@@ -250,7 +321,7 @@ class Feed:
         with self._changed:
             if self.pace.order != IN_ORDER:
                 return self.published if label < self.published else None
-            wanted = sorted({self.wanted_label(number) for number in self.ledger.numbers(PLANNED)})
+            wanted = sorted({self.ledger.live[number].label for number in self.ledger.numbers(PLANNED)})
             return None if label in wanted or not wanted else wanted[0]
 
     def wait(self, seconds: float = LOOK_SECONDS) -> None:
@@ -292,26 +363,31 @@ class Feed:
         """Groups come from the journal, also those that were finished after the checkpoint: windows that were taken then are taken
         again, the same groups in the same order, and what was finished and not taken is not written twice."""
         with self._changed:
+            self.groups.clear()
             self.ledger.load_state(state["ledger"])
+            self._first_readable = min(self.ledger.live, default=self.ledger.begun)
             self.windows, self.lead.value, self.lead.hardly = state["windows"], state["lead"], state["quiet"]
             if self.journal is None:
                 return
-            self._taken_before = {w: entry for w, entry in self.journal.windows().items() if w >= self.windows}
-            self._adopt()
+            if (
+                self.pace.order != IN_ORDER
+            ):  # else what is next depends on no record, and each number begins in its turn
+                self._taken_before = {k: taken for k, taken in self.journal.windows().items() if k[0] >= self.windows}
+                while self.ledger.begun <= max(self.journal.places, default=-1):
+                    self.ledger.begin(self.step)
+            for number in [*self.ledger.live]:
+                self._adopt(number)
+            lost = {k for k, taken in self._taken_before.items() if not self.groups.keys() >= {*taken["numbers"]}}
+            for key in [key for key in self._taken_before if lost and key >= min(lost)]:
+                del self._taken_before[key]
 
-    def _adopt(self) -> None:
-        ledger = self.ledger
-        while ledger.begun <= max(self.journal.places, default=-1):
-            ledger.begin(self.step)
-        for number in [*ledger.live]:
-            content = self.journal.read(number)
-            entry = ledger.live[number]
-            if content is None:
-                entry.fate = PLANNED
-                continue
-            group = self.groups[number] = Group.from_bytes(content, self.row_of)
-            if entry.fate != FINISHED:
-                ledger.finish(number, ledger.issue(number, "", group.label), "")
-            entry.label, entry.attempt = group.label, group.attempt
-        lost = {w for w, entry in self._taken_before.items() if not self.groups.keys() >= {*entry["numbers"]}}
-        self._taken_before = {w: entry for w, entry in self._taken_before.items() if w < min(lost, default=w + 1)}
+    def _adopt(self, number: int) -> None:
+        """A group that the journal has is finished; one that it has not is written, once more."""
+        content, ledger, entry = self.journal.read(number), self.ledger, self.ledger.live[number]
+        if content is None:
+            entry.fate = PLANNED
+            return
+        group = self.groups[number] = Group.from_bytes(content, self.row_of)
+        if entry.fate != FINISHED:
+            ledger.finish(number, ledger.issue(number, "", group.label), "")
+        entry.label, entry.attempt = group.label, group.attempt

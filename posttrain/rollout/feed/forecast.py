@@ -98,7 +98,7 @@ class _Run:
         labels = [feed.published]
         if self.pace.order == IN_ORDER:
             feed.pull("", -1)  # plans
-            labels = sorted({feed.wanted_label(number) for number in feed.ledger.numbers(PLANNED)})
+            labels = sorted({feed.ledger.live[number].label for number in feed.ledger.numbers(PLANNED)})
         for label in labels:
             for work in feed.pull("", label):
                 self.engine_is_free = max(self.engine_is_free, self.now) + self.parts.engine

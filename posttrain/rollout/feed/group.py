@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from posttrain.core.trees import tree_from_bytes, tree_to_bytes
-from posttrain.data.images.row_image import RowImage, found_by_key, named_by_key
+from posttrain.data.images.row_image import found_by_key, named_by_key
+from posttrain.data.images.streamed_span import as_carried
 from posttrain.rewards.runtime.results import RewardFailure, RewardResults, joined_results
 from posttrain.rollout.collector import Written
+from posttrain.rollout.episodes.environment import PlayedElsewhere
 from posttrain.rollout.loader import pack_samples, unpack_samples
-from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.prompt_rows import PromptRow, shown_pictures
 from posttrain.rollout.rollout import Request, Rollout, ToolCall
 
 PLAIN = ("prompt_length", "author", "finish_reason", "error", "tools", "seconds", "rewards", "masked")
@@ -33,6 +35,8 @@ class Work:
     label: int  # of the weights that it is issued for
     prompt: int  # its number in the run, over all processes: what its noise depends on
     row: int
+    # False: its group is finished, and is written once more and thrown away: others, begun with it, have the same last bits then.
+    counts: bool = True
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Group:
     label: int  # of the oldest weights that wrote a token of it
     written: Written  # of its samples, in their order
     seconds: float = 0.0  # from its issue to its last reward
+    finished_step: int | None = None  # optimizer steps that were done then; None: a run before this one wrote it
+    finished_at: float = 0.0  # by the feed's clock
 
     def to_bytes(self) -> bytes:
         written, first = self.written, self.written.rollouts[0].request
@@ -77,6 +83,13 @@ def joined_groups(groups: Sequence[Group], waited: float) -> Written:
     return Written(rollouts, values, results, {"generate": waited, "reward_wait": 0.0})
 
 
+def nothing_written(rewards: int) -> Written:
+    """No samples, of so many rewards."""
+    values = np.zeros((0, rewards))
+    results = RewardResults(values, np.zeros(0, dtype=bool), [], {}, {}, {})
+    return Written([], values, results, {"generate": 0.0, "reward_wait": 0.0})
+
+
 def rollouts_tree(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """The rollouts of a group as JSON and tensors."""
     samples = pack_samples([rollout.sample for rollout in rollouts])
@@ -96,26 +109,28 @@ def _tree_of(rollout: Rollout) -> dict[str, Any]:
     calls = [asdict(call) | {"result": _named(call.result)} for call in rollout.tool_calls]
     return {
         **{name: getattr(rollout, name) for name in PLAIN},
-        "prompt": named_by_key(rollout.prompt),
-        "completion": named_by_key(rollout.completion),
+        "prompt": named_by_key(rollout.prompt, with_sizes=True),
+        "completion": named_by_key(rollout.completion, with_sizes=True),
         "tool_calls": calls,
         "failures": [asdict(failure) for failure in rollout.failures],
         "extras": rollout.extras,
+        "played": asdict(rollout.environment) if isinstance(rollout.environment, PlayedElsewhere) else None,
     }
 
 
 def _rollout_of(tree: dict[str, Any], sample: Any, request: Request, row: PromptRow) -> Rollout:
-    shown = {span.key: RowImage(span.key, span.size) for span in sample.images}
-    said = {name: found_by_key(tree[name], shown) for name in ("prompt", "completion")}
-    calls = [ToolCall(**call | {"result": _found(call["result"], shown)}) for call in tree["tool_calls"]]
+    sample.images = as_carried(sample.images, row.spans)
+    said = {name: found_by_key(tree[name]) for name in ("prompt", "completion")}
+    calls = [ToolCall(**call | {"result": _found(call["result"])}) for call in tree["tool_calls"]]
     return Rollout(
         request,
         sample=sample,
         columns=row.columns,
-        pictures=row.pictures,
+        pictures=shown_pictures(row.pictures, row.media, sample),
         tool_calls=calls,
         failures=[RewardFailure(**failure) for failure in tree["failures"]],
         extras=tree["extras"],
+        environment=PlayedElsewhere(**tree["played"]) if tree.get("played") else None,
         **said,
         **{name: tree[name] for name in PLAIN},
     )
@@ -123,11 +138,11 @@ def _rollout_of(tree: dict[str, Any], sample: Any, request: Request, row: Prompt
 
 def _named(result: Any) -> Any:
     """The parts of a tool's result, as those of a message."""
-    return result if isinstance(result, str) else named_by_key([{"content": result}])[0]["content"]
+    return result if isinstance(result, str) else named_by_key([{"content": result}], with_sizes=True)[0]["content"]
 
 
-def _found(result: Any, shown: dict[bytes, RowImage]) -> Any:
-    return result if isinstance(result, str) else found_by_key([{"content": result}], shown)[0]["content"]
+def _found(result: Any) -> Any:
+    return result if isinstance(result, str) else found_by_key([{"content": result}])[0]["content"]
 
 
 def _results_tree(results: RewardResults) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Journal: finished groups are on disk before a step takes them, and so is the order in which steps took them.
 
     OUTPUT/rollout_journal/process-0/000000.seg      groups, one after the other: a header with checksums, then the group's bytes
-    OUTPUT/rollout_journal/process-0/windows.jsonl   window -> the numbers that it was made of
+    OUTPUT/rollout_journal/process-0/windows.jsonl   window and round -> the numbers that were taken; rounds above 0 replace groups
 
 A killed trainer trains its last windows again from here, on the same groups in the same order: the same weights, and no group is
 lost or trained on twice.
@@ -25,6 +25,9 @@ HEADER = struct.Struct(">4sQQQ16s")  # mark, number, attempt, length, digest of 
 SEAL = struct.Struct(">I")  # crc32 of the header
 MARK = b"PTG1"
 SEGMENT_BYTES = 64 * 2**20
+
+Key = tuple[int, int]
+"""A window, and the round of it: 0, or one more for each time that groups of it were replaced."""
 
 
 def digest_of(content: bytes) -> bytes:
@@ -67,11 +70,11 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def take(self, window: int, numbers: Sequence[int], dropped: dict[int, str]) -> None:
-        """These groups make this window. On disk, and they with it, when this returns."""
+    def take(self, key: Key, numbers: Sequence[int], dropped: dict[int, str]) -> None:
+        """These groups are of this window. On disk, and they with it, when this returns."""
         self.sync()
         fault_point("journal")
-        line = {"window": window, "numbers": [*numbers], "dropped": dropped}
+        line = {"window": key[0], "round": key[1], "numbers": [*numbers], "dropped": dropped}
         with (self.folder / WINDOWS).open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -95,6 +98,11 @@ class Journal:
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its segments."""
+        return sum(segment.stat().st_size for segment in self.folder.glob("*.seg"))
+
     def read(self, number: int) -> bytes | None:
         """The content of a group; None where it was never written, or is damaged."""
         if number not in self.places:
@@ -113,8 +121,9 @@ class Journal:
             return None
         return content
 
-    def windows(self) -> dict[int, dict[str, Any]]:
-        """What was taken, by window: the last line of each counts. A line that a crash cut off was never acted on."""
+    def windows(self) -> dict[Key, dict[str, Any]]:
+        """What was taken: a line replaces whatever an earlier one says of it and of all that followed. A line that a crash cut off
+        was never acted on."""
         path, found = self.folder / WINDOWS, {}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -122,7 +131,9 @@ class Journal:
             except ValueError:
                 self.damaged.append(f"{path}: a line is cut off or damaged, and passed over: {line[:60]!r}")
                 continue
-            found[entry["window"]] = entry | {"dropped": {int(n): why for n, why in entry["dropped"].items()}}
+            key = (entry["window"], entry.get("round", 0))
+            found = {before: taken for before, taken in found.items() if before < key}
+            found[key] = entry | {"dropped": {int(n): why for n, why in entry["dropped"].items()}}
         return found
 
     def _scan(self, segment: Path) -> Iterator[tuple[int, int]]:

@@ -40,6 +40,8 @@ class Judge:
         self._lock = threading.Lock()
 
     def add(self, work: Work, rollouts: list[Rollout], seconds: float) -> None:
+        if not work.counts:
+            return self._release(rollouts)
         pending = PendingRewards([rollout.request for rollout in rollouts])
         pending.reward_round = judged = self.rewards.open(copy.copy(self.state))
         for index, rollout in enumerate(rollouts):
@@ -61,9 +63,12 @@ class Judge:
         with one.round as judged:
             results = judged.finish(may_stop=False)
         rollouts = one.pending.with_rewards(results, self.rewards.names)
-        self.release([rollout.environment for rollout in rollouts if rollout.environment is not None])
+        self._release(rollouts)
         seconds = {"generate": one.seconds, "reward_wait": time.perf_counter() - one.since}
         labels = [rollout.sample.policy_version for rollout in rollouts if not rollout.is_given]
         written = Written(rollouts, one.pending.values(results), results, seconds)
         label = min(labels, default=one.work.label)
         return Group(one.work.number, one.work.attempt, label, written, sum(seconds.values()))
+
+    def _release(self, rollouts: list[Rollout]) -> None:
+        self.release([rollout.environment for rollout in rollouts if rollout.environment is not None])

@@ -30,6 +30,8 @@ class Entry:
     since: float = 0.0  # when it was issued
     place: int = -1  # among finished groups, in the order in which they finished
     digest: str = ""  # of the finished group
+    batch: int = -1  # the first of the numbers that were begun at once
+    batch_size: int = 0  # how many these were
 
 
 class Ledger:
@@ -42,10 +44,10 @@ class Ledger:
 
     # ---- a number's way ----------------------------------------------------------------------------------------------
 
-    def begin(self, label: int) -> int:
+    def begin(self, label: int, batch: int = -1, batch_size: int = 0) -> int:
         """The next number, planned."""
         number, self.begun = self.begun, self.begun + 1
-        self.live[number] = Entry(label=label)
+        self.live[number] = Entry(label=label, batch=batch, batch_size=batch_size)
         return number
 
     def issue(self, number: int, worker: str, label: int, now: float = 0.0, seconds: float = float("inf")) -> int:
@@ -84,6 +86,11 @@ class Ledger:
             self._entry(number, FINISHED)
             del self.live[number]
             self.totals[TAKEN] += 1
+
+    def replace(self, count: int, reason: str) -> None:
+        """So many of those that were taken last are not trained on: others come in their place."""
+        self.totals[TAKEN] -= count
+        self.totals[DROPPED + reason] += count
 
     def drop(self, number: int, reason: str) -> None:
         if number not in self.live:

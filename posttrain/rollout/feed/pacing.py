@@ -67,11 +67,13 @@ class Choice:
     waits_for: tuple[int, ...] = ()
 
 
-def next_window(pace: Pace, live: Mapping[int, Entry], window: int, lead: float = 0.0) -> Choice:
-    """Which groups make window number `window`; `live` are all that are open, finished or not."""
-    oldest = sorted(live)
+def next_window(
+    pace: Pace, live: Mapping[int, Entry], window: int, lead: float = 0.0, wanted: int | None = None
+) -> Choice:
+    """Which groups make window number `window`, or which `wanted` ones are added to it; `live` are all that are open."""
+    oldest, wanted = sorted(live), pace.groups if wanted is None else wanted
     if pace.order == IN_ORDER:
-        return _whole(oldest[: pace.groups], live, pace.groups)
+        return _whole(oldest[:wanted], live, wanted)
     within = oldest
     if pace.order == WINDOW:
         within = oldest[: pace.groups + math.floor(max(pace.most_lead - lead, 0) * pace.groups)]
@@ -81,8 +83,8 @@ def next_window(pace: Pace, live: Mapping[int, Entry], window: int, lead: float 
         chosen, missing = _urgent(pace, live, window, set(within))
         if missing:
             return Choice(waits_for=tuple(missing))
-    chosen += [number for number in finished if number not in set(chosen)][: pace.groups - len(chosen)]
-    if len(chosen) < pace.groups:
+    chosen = [*chosen, *(number for number in finished if number not in set(chosen))][:wanted]
+    if len(chosen) < wanted:
         return Choice(waits_for=tuple(number for number in within if live[number].fate != FINISHED))
     return Choice(tuple(sorted(chosen)))
 

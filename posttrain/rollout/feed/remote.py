@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.trees import tree_from_bytes
+from posttrain.models.load.model import innermost_model
+from posttrain.models.vision.features import family_of
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.feed.arena import Arena, Layout
 from posttrain.rollout.feed.board import Board
@@ -30,6 +33,7 @@ from posttrain.rollout.feed.group import Work, rollouts_of
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.platform import THREAD, Seat
 from posttrain.rollout.feed.worker import CONTINUE, Writing
+from posttrain.rollout.prompt_rows import PromptRow, with_pictures
 from posttrain.rollout.rollout import Request, Rollout, versions_of
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ START_SECONDS = 300.0  # to import, and to get the weights
 STOP_SECONDS = 5.0  # to end after it was killed
 DEATHS_IN_A_ROW = 3  # of one worker, without a group in between: another would die as well
 POLL_SECONDS = 0.005
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 OTHERS = (
     "RANK",
     "LOCAL_RANK",
@@ -97,9 +102,16 @@ class Child:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy that has shapes only."""
+    """A copy that has shapes only. Hooks by which transformers looks at layers (LLaVA's tower) know a variable of this process:
+    they are left out, and installed again where the first forward wants them."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): _shape_of(tensor) for tensor in tensors})
+    made = copy.deepcopy(model, {id(tensor): _shape_of(tensor) for tensor in tensors})
+    for module in made.modules():
+        hooks = module._forward_hooks
+        for number in [n for n, hook in hooks.items() if getattr(hook, "__module__", "") == OUTPUT_CAPTURING]:
+            del hooks[number]
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
+    return made
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
@@ -119,11 +131,17 @@ class RemoteWorkers(ABC):
         feed: Feed,
         judge: Judge,
         labels: int,
+        *,
+        pieces: Sequence[Tensor] | None = None,
+        sent: Callable[[PromptRow], PromptRow] = lambda row: row,
         **how: Any,
     ) -> None:
-        """One worker for each of `devices`; `labels` versions of the weights may be wanted at once."""
-        self.feed, self.judge, self.writing = feed, judge, writing
-        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        """One worker for each of `devices`; `labels` versions of the weights may be wanted at once. `pieces`: what is
+        trained, where that is sharded and `model` is a whole copy. `sent`: a row as workers get it, which have no dataset."""
+        self.feed, self.judge, self.writing, self.sent = feed, judge, writing, sent
+        family = family_of(innermost_model(model))
+        markers = () if family is None else family.forbidden_ids  # may lie beyond the embeddings
+        self.vocabulary = max(model.get_input_embeddings().weight.shape[0], 1 + max(markers, default=0))
         trained, fixed = tensors_of(model)
         self.fixed = Arena(Layout.of(fixed))
         with torch.no_grad():
@@ -133,8 +151,9 @@ class RemoteWorkers(ABC):
         self.most = 2 * len(devices) + 2  # memory that nobody has written to costs nothing
         self.arenas = [Arena(layout) for _ in range(labels + self.most + 1)]
         spare = list(self.arenas)
-        self.board = Board(trained, lambda: spare.pop().tensors)
-        said = {name: getattr(writing, name) for name in ("params", "episodes", "generations")}
+        sharded = {} if pieces is None else {"sharded_dtype": layout.dtypes[0]}
+        self.board = Board(trained if pieces is None else pieces, lambda: spare.pop().tensors, **sharded)
+        said = {name: getattr(writing, name) for name in ("params", "episodes", "generations", "in_batches")}
         self.plan = Blueprint(
             "", without_weights(model), "", make_engine, said, **how, trained=layout, fixed=Layout.of(fixed)
         )
@@ -190,8 +209,8 @@ class RemoteWorkers(ABC):
             )
         child = Child(Seat(f"worker-{self._begun}", self.feed), self.devices[self._begun % len(self.devices)])
         self._begun += 1
-        self.children.append(child)
         self._start(child)
+        self.children.append(child)  # one that could not be launched need not be ended
         return child.name
 
     def _start(self, child: Child) -> None:
@@ -234,7 +253,9 @@ class RemoteWorkers(ABC):
                 if call == "beat":
                     child.seat.leaves |= message["leaves"]
                     continue
+                child.last_seen = math.inf  # who is being answered, perhaps with many images, is not silent
                 found = self.answers[call](child, **message)
+                child.last_seen = time.monotonic()
                 self._reply(child, pickle.dumps((child.seat.stopped, found)))
         except OSError:
             logger.info("Rollout %s ended in the middle of a message.", child.name)
@@ -302,8 +323,8 @@ class RemoteWorkers(ABC):
 
     def _on_pull(self, child: Child, label: int) -> list[tuple[Work, Any, list[str]]]:
         given = child.seat.pull(child.name, label)
-        child.issued |= {work.number: work for work in given}
-        return [(work, self.writing.row_of(work), self._authors(work)) for work in given]
+        child.issued |= {work.number: work for work in given if work.counts}
+        return [(work, self.sent(self.writing.row_of(work)), self._authors(work)) for work in given]
 
     def _authors(self, work: Work) -> list[str]:
         samples = range(self.writing.generations)
@@ -332,6 +353,7 @@ class RemoteWorkers(ABC):
         try:
             rollouts = rollouts_of(tree, done.prompt, done.row, row)
             self._refuse_wrong(done, rollouts)
+            refuse_other_images(row, rollouts)
         except Exception as error:
             raise WrongAnswer(
                 f"what it made of prompt {number} cannot be used. {type(error).__name__}: {error}"
@@ -361,3 +383,14 @@ class RemoteWorkers(ABC):
             labels = [*written, sample.policy_version]
             if not all(done.label <= label <= newest for label in labels):
                 raise ValueError(f"Its tokens name weights that it did not have; those were {done.label} to {newest}.")
+
+
+def refuse_other_images(row: PromptRow, rollouts: Sequence[Rollout]) -> None:
+    """Raise for images that neither the row has nor a tool has returned: no batch could be made of them, and no reward look."""
+    known = {(span.key, span.size, span.grid) for span in row.spans}
+    for rollout in rollouts:
+        for said in (rollout.prompt, rollout.completion):
+            with_pictures(said, rollout.pictures)
+    for span in (span for rollout in rollouts for span in rollout.sample.images):
+        if (span.key, span.size, span.grid) not in known and (row.media is None or not row.media.has(span.key)):
+            raise ValueError(f"It shows an image {span.key.hex()[:40]} that is not among those of its row.")

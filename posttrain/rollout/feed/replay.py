@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from posttrain.rollout.feed.feed import ZERO_VARIANCE
 from posttrain.rollout.feed.group import Group
 from posttrain.rollout.feed.journal import FOLDER, Journal
 from posttrain.rollout.feed.ledger import DROPPED, FINISHED, TAKEN, Ledger
@@ -32,19 +33,28 @@ class ReplayFeed:
         self._taken = self.journal.windows()
         self.pace, self.lead, self.row_of = pace, lead, row_of
         self.ledger, self.groups = Ledger(), {}
-        self.windows, self.waited = 0, 0.0
+        self.windows, self.waited, self._round = 0, 0.0, 0
 
     def next_window(self) -> list[Group]:
-        entry = self._taken.get(self.windows)
+        self.windows, self._round = self.windows + 1, 0
+        return self._take()
+
+    def further(self, count: int) -> list[Group]:
+        self._round += 1
+        self.ledger.replace(count, ZERO_VARIANCE)
+        return self._take() if count else []
+
+    def _take(self) -> list[Group]:
+        entry = self._taken.get((self.windows - 1, self._round))
         if entry is None:
             raise ValueError(
-                f"The journal in {self.folder} ends after {self.windows} windows, and another was asked for."
+                f"The journal in {self.folder} ends in window {self.windows - 1}, and more groups were asked for."
             )
-        self.windows += 1
         for reason in entry["dropped"].values():
             self.ledger.totals[DROPPED + reason] += 1
         for fate in (FINISHED, TAKEN):
             self.ledger.totals[fate] += len(entry["numbers"])
+        self.ledger.begun += len(entry["numbers"]) + len(entry["dropped"])
         return [self._group(number) for number in entry["numbers"]]
 
     def _group(self, number: int) -> Group:
@@ -60,7 +70,7 @@ class ReplayFeed:
     def steps(self) -> int:
         """Optimizer steps whose groups are known."""
         windows = 0
-        while windows in self._taken:
+        while (windows, 0) in self._taken:
             windows += 1
         return windows * self.pace.steps
 
@@ -72,6 +82,15 @@ class ReplayFeed:
 
     def idle_seconds(self) -> dict[str, float]:
         return {}
+
+    def oldest_needed(self) -> int:
+        return self.ledger.begun
+
+    def counts(self) -> dict[str, float]:
+        return {"begun": self.ledger.begun, "in_flight": 0, "waiting": 0} | self.ledger.totals
+
+    def overlap_seconds(self) -> float:
+        return 0.0
 
     def stop(self, error: BaseException | None = None) -> None: ...
 

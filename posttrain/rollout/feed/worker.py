@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from posttrain.core import faults
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
-from posttrain.rollout.episodes.episode import IDLE_SECONDS, RunningEpisodes
+from posttrain.rollout.episodes.episode import IDLE_SECONDS, Episode, RunningEpisodes
 from posttrain.rollout.episodes.writing import MakeEpisodes, given_rollout
 from posttrain.rollout.feed.group import Work
 from posttrain.rollout.prompt_rows import PromptRow
-from posttrain.rollout.rollout import DATASET, Request, Rollout
+from posttrain.rollout.rollout import DATASET, POLICY, Request, Rollout
 
 CONTINUE, FINISH, RESTART = "continue", "finish", "restart"
 """What a running completion does when new weights arrive: it continues with them, finishes with its own, or begins anew."""
@@ -101,6 +101,7 @@ class Writing:
     episodes: MakeEpisodes
     author_of: Callable[[Request], str]
     generations: int
+    in_batches: bool = False  # what a worker was given at once is written before it is given more
 
 
 @dataclass
@@ -127,12 +128,15 @@ class RolloutWorker:
         *,
         in_flight: str = CONTINUE,
         keeps_cache: bool = False,
+        others: Mapping[str, RolloutEngine] | None = None,
     ) -> None:
         """`deliver` takes a group that is written, and the seconds it took; `poll` is called again and again, and says whether it
-        should be."""
+        should be. `others`: engines of authors besides the policy."""
         self.name, self.engine, self.weights, self.writing, self.feed = name, engine, weights, writing, feed
         self.deliver, self.poll, self.in_flight, self.keeps_cache = deliver, poll, in_flight, keeps_cache
+        self.others = others or {}
         self._open: dict[int, _Open] = {}
+        self._of_others: dict[str, list[tuple[Episode, Callable[[Rollout], None]]]] = {}  # what they are to write
 
     def run(self) -> None:
         """What goes wrong here is raised where the trainer waits for a window."""
@@ -158,7 +162,7 @@ class RolloutWorker:
                 running = RunningEpisodes(session)
                 for opened in [*self._open.values()]:
                     self._join(running, opened)
-                while self._open and not self.feed.stopped:
+                while self._open and not self.feed.stopped and (running or not self._of_others):
                     if self.in_flight == RESTART and self.feed.label_for(self.weights.label) is not None:
                         return self._abandon()
                     self._change_weights(session)
@@ -167,11 +171,30 @@ class RolloutWorker:
                     self.poll()
         finally:
             self.engine.sleep()
+        self._write_as_others()
+
+    def _write_as_others(self) -> None:
+        """What was left for them while the policy wrote, each author in a session of its own: the weights stay as they are."""
+        for author, episodes in self._of_others.items():
+            engine = self.others[author]
+            engine.load_weights(None, self.weights.label)
+            engine.wake()
+            try:
+                with engine.session(self.writing.params) as session:
+                    running = RunningEpisodes(session)
+                    for episode, on_finished in episodes:
+                        running.add(episode, on_finished)
+                    while running and not self.feed.stopped:
+                        running.advance()
+                        self.poll()
+            finally:
+                engine.sleep()
+        self._of_others.clear()
 
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def _begin_all(self, running: RunningEpisodes | None) -> None:
-        if self._is_waiting_to_change:
+        if self._is_waiting_to_change or (self.writing.in_batches and self._open):
             return
         for work in self.feed.pull(self.name, self.weights.label):
             faults.fault_point("generate")
@@ -181,15 +204,22 @@ class RolloutWorker:
 
     def _join(self, running: RunningEpisodes, opened: _Open) -> None:
         writing, work = self.writing, opened.work
-        requests = [Request(work.row, work.prompt, sample) for sample in range(writing.generations)]
-        row = writing.row_of(work)
-        asked = [request for request in requests if writing.author_of(request) != DATASET]
-        for request in [request for request in requests if request not in asked]:
-            self._on_finished(opened, given_rollout(row, request))
-        for episode in writing.episodes([row] * len(asked), asked, writing.params):
-            running.add(episode, functools.partial(self._on_finished, opened))
+        row, asked = writing.row_of(work), dict[str, list[Request]]()
+        for sample in range(writing.generations):
+            request = Request(work.row, work.prompt, sample)
+            asked.setdefault(writing.author_of(request), []).append(request)
+        for request in asked.pop(DATASET, ()):
+            self._on_finished(opened, DATASET, given_rollout(row, request))
+        for author, requests in asked.items():
+            on_finished = functools.partial(self._on_finished, opened, author)
+            for episode in writing.episodes([row] * len(requests), requests, writing.params):
+                if author == POLICY:
+                    running.add(episode, on_finished)
+                else:
+                    self._of_others.setdefault(author, []).append((episode, on_finished))
 
-    def _on_finished(self, opened: _Open, rollout: Rollout) -> None:
+    def _on_finished(self, opened: _Open, author: str, rollout: Rollout) -> None:
+        rollout.author = author
         opened.rollouts[rollout.request.sample] = rollout
         if None not in opened.rollouts:
             del self._open[opened.work.number]
@@ -198,6 +228,7 @@ class RolloutWorker:
     def _abandon(self) -> None:
         """Everything that is open is issued again."""
         self._open.clear()
+        self._of_others.clear()
         self.feed.give_back(self.name)
 
     # ---- weights -----------------------------------------------------------------------------------------------------

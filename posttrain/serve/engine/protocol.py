@@ -132,8 +132,17 @@ class EngineInfo:
     images: int = 0  # most in a prompt; 0: it is shown none
 
 
+@dataclass(frozen=True)
+class CacheUse:
+    """Of keys and values, after a step."""
+
+    used_share: float  # of the pages that there is memory for
+    preempted: int  # running completions that were put back in the queue, since the start
+
+
 class Engine(Protocol):
     info: EngineInfo
+    cache_use: CacheUse | None  # None: this engine does not tell
 
     def add(self, job: Job, adapter: AdapterRef | None) -> None:
         """Queue a job; any error means that this job cannot be run, and others can."""

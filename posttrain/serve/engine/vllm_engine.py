@@ -15,7 +15,7 @@ from ..errors import EngineFailed
 from ..wire.payload import TensorSpec
 from .cpu_linear import keep_cpu_weights_loadable
 from .model_folder import ModelFiles
-from .protocol import ERROR, LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from .protocol import ERROR, LENGTH, STOP, AdapterRef, CacheUse, EngineInfo, GenerateJob, Job, Progress, ScoreJob
 from .random_weights import keep_buffers
 from .tower_names import as_vllm_names
 from .worker_weights import EXTENSION, WorkerWeights
@@ -68,6 +68,8 @@ class _Writing:
 
 
 class VLLMEngine:
+    cache_use: CacheUse | None = None  # its statistics are off (`disable_log_stats`)
+
     def __init__(self, options: VLLMOptions) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

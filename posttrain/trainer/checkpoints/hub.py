@@ -133,9 +133,8 @@ def _upload(
     revision = revision or run.args.hub_revision
 
     def push() -> Any:
-        additions = [
-            CommitOperationAdd(f"{place}/{name}" if place else name, content) for name, content in found(Path(folder))
-        ]
+        listed = found(Path(folder))
+        additions = [CommitOperationAdd(f"{place}/{name}" if place else name, content) for name, content in listed]
         return _api().create_commit(
             run.hub_model_id, additions, commit_message=message or "Upload model", token=token, revision=revision
         )

@@ -126,10 +126,8 @@ class RunLifecycle(TrainerCallback):
             new = RunState(self.run.identity(), run_id=uuid.uuid4().hex[:12]) if resume is None else None
             self.checkpoints.run_state = new or self._accepted_state(resume)
             self._claim_folder(is_new=resume is None)
-            for (
-                callback
-            ) in self.run.callback_handler.callbacks:  # the reference that is asked: online methods hold it apart
-                if hasattr(callback, "take_reference"):
+            for callback in self.run.callback_handler.callbacks:
+                if hasattr(callback, "take_reference"):  # that which is asked: online methods hold it apart
                     callback.take_reference(getattr(self.run, "live", None) or self.run.reference, self.run.model)
             if resume is not None:
                 for callback in self.checkpoints.callbacks_with_files():

@@ -190,9 +190,8 @@ def load_sums(folder: Path, rank: int, world_size: int) -> list[tuple[dict[str, 
     A logged loss is the mean over the processes, hence its factor.
     """
     saved = len(list(Path(folder).glob(SUMS_FILE.format(rank="*"))))
-    found = [
-        json.loads((Path(folder) / SUMS_FILE.format(rank=n)).read_text("utf-8")) for n in range(rank, saved, world_size)
-    ]
+    paths = [Path(folder) / SUMS_FILE.format(rank=n) for n in range(rank, saved, world_size)]
+    found = [json.loads(path.read_text("utf-8")) for path in paths]
     return [(raw["metrics"], raw["loss"] * world_size / saved) for raw in found]
 
 

@@ -235,6 +235,9 @@ class Checkpoints:
 
     def _write_state(self, staged: Path) -> None:
         """Every file of a checkpoint, but for the manifest."""
+        for callback in self.callbacks_with_files():
+            if hasattr(callback, "gather"):
+                callback.gather()
         staged.mkdir(parents=True, exist_ok=True)
         self.run.save_model(str(staged), _internal_call=True)
         if not self.args.save_only_model:
@@ -361,10 +364,8 @@ class Checkpoints:
 
     def _saved_shard(self, folder: Path) -> dict[str, Any]:
         """This process's state: its own file, or its part of what another number of processes, or one without shards, has saved."""
-        shards, processes = (
-            shards_of_a_copy(self.run.optimizer),
-            len(list(folder.glob(RNG_FILE.format(rank="*") + ".json"))),
-        )
+        shards = shards_of_a_copy(self.run.optimizer)
+        processes = len(list(folder.glob(RNG_FILE.format(rank="*") + ".json")))
         if processes == self.args.world_size and not is_whole(folder):
             tree = files.load_tree(self._shards_file(folder))
             if tree.get("shards", processes) == shards:
@@ -433,9 +434,8 @@ def nonfinite_weights(model: nn.Module, args: BaseConfig) -> list[str]:
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
     """A LambdaLR keeps its functions in its state; they are made anew from the options."""
-    return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"} | (
-        {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
-    )
+    kept = {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"}
+    return kept | {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else kept
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:

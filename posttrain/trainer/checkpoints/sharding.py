@@ -21,7 +21,7 @@ from posttrain.core.batch import Passes, TokenBatch, passes_of
 from posttrain.data.collate import Collator
 from posttrain.models.load.adapters import is_peft_model
 from posttrain.models.load.model import innermost_model
-from posttrain.models.sharding import local_part, reshard, whole
+from posttrain.models.sharding import local_part, part_of, reshard, whole
 from posttrain.trainer.options.base import FSDP, BaseConfig
 from posttrain.trainer.step.gathering import over_processes
 
@@ -144,12 +144,12 @@ def part_of_tree(tree: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict
     """From the state of one process: what `shard_tree` of this one would have been."""
     parameters = list(_parameters(optimizer))
     state = {
-        number: {name: _part_as(parameters[number], value) for name, value in entries.items()}
+        number: {name: part_of(parameters[number], value) for name, value in entries.items()}
         for number, entries in tree["optimizer"]["state"].items()
     }
     found: dict[str, Any] = {"optimizer": {**tree["optimizer"], "state": state}}
     if "masters" in tree:
-        found["masters"] = [_part_as(like, master) for like, master in zip(parameters, tree["masters"], strict=True)]
+        found["masters"] = [part_of(like, master) for like, master in zip(parameters, tree["masters"], strict=True)]
     return found
 
 
@@ -166,15 +166,6 @@ def _joined(parts: list[Any], shape: torch.Size) -> Any:
         f"A state of the optimizer is in parts of {sizes}, of which no tensor of {tuple(shape)} can be made: resume on as many "
         "processes as the checkpoint was written by."
     )
-
-
-def _part_as(like: Tensor, value: Any) -> Any:
-    if not hasattr(like, "placements") or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
+from posttrain.core.processes import RollCall
 from posttrain.models.sharding import reshard
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import RolloutCollector, Written
@@ -31,7 +33,7 @@ from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.feed.board import Board, Shadow, trained_weights
 from posttrain.rollout.feed.feed import Feed
-from posttrain.rollout.feed.group import Group, joined_groups
+from posttrain.rollout.feed.group import Group, joined_groups, nothing_written
 from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
@@ -43,6 +45,7 @@ from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, Request, Rollout, versions_of
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online.agents import Agents
+from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.options.async_rollouts import RAY
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import COLOCATE
@@ -69,9 +72,9 @@ class WrittenAhead(Protocol):
 
     def local_engine(self, model: nn.Module) -> RolloutEngine: ...
 
-    def engine_maker(self) -> Callable[[nn.Module], RolloutEngine]: ...
+    def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]: ...
 
-    def author_of(self, request: Request) -> str: ...
+    def author_in_training(self, request: Request) -> str: ...
 
     def authors(self) -> set[str]: ...
 
@@ -86,13 +89,18 @@ class AsyncRollouts(TrainerCallback):
         self.own = own_groups(args.schedule(), args.process_index)
         self.journal = Journal(args.output_dir, args.process_index)
         self.feed = self._feed()
+        self.roll_call = RollCall(args.process_index, args.world_size, args.ddp_timeout)
+        self.feed.while_waiting = self.roll_call.waits
         self.row_of = row_of
         self.platform: Platform | None = None
         self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
+        self._taken: list[tuple[int, int]] = []  # numbers in the feed and rows of them, which nobody has forgotten yet
+        self._next = 0  # number in the feed up to which it was read
         self._reading = threading.Lock()
         self.is_resumed = False
         self._last_window = 0.0  # when the last one was taken
         self._sent: dict[str, float] = {}  # what it took to send weights to other programs, the last time
+        self._held: list[float] = []  # seconds of the training that weights took, since the last window
         self._needed: dict[int, int] = {}  # step of a checkpoint -> the oldest number that it needs of the journal
 
     def _feed(self) -> Feed | ReplayFeed:
@@ -110,38 +118,61 @@ class AsyncRollouts(TrainerCallback):
 
     def _row(self, row: int) -> PromptRow:
         with self._reading:
-            if row in self._rows:
-                return self._rows[row]
-            found = self.rows.take([row])[row]
-            if isinstance(self.rows, StreamedPrompts):
-                self._rows[row] = found
-            return found
+            if not isinstance(self.rows, StreamedPrompts):
+                return self._read(row)
+            while row not in self._rows:  # workers ask in any order, and a stream is read in its own
+                number = min(self._prompt(self._next)[1], row)
+                self._rows[number] = self._read(number)
+                self._next += 1
+            return self._rows[row]
+
+    def _read(self, row: int) -> PromptRow:
+        return replace(self.rows.take([row])[row], media=getattr(self.run.shown_pixels, "media", None))
 
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
     def next_window(self) -> Written:
         if self.platform is None and not self.is_replay:
             self._start()
-        groups = self.feed.next_window()
-        for group in groups:
-            self._rows.pop(group.written.rollouts[0].request.row, None)
+        self.feed.trained(self.run.state.global_step)
+        with self.roll_call.together():
+            groups = self.feed.next_window()
         now = time.monotonic()
         since, self._last_window = max(now - self._last_window, 1e-9), now
         idle = self.feed.waited / since
         if self.feed.windows > 1:  # nobody can write ahead of the first
             self.feed.lead.after_window(idle)
-        written = joined_groups(groups, self.feed.waited)
-        masked = self._mask_old(written.rollouts) if self.run.args.on_stale == MASK else {}
-        shares = {"trainer_idle": idle}
-        shares |= {f"worker_idle/{name}": seconds / since for name, seconds in self.feed.idle_seconds().items()}
+        written = self._joined(groups)
+        shares = {"trainer_idle": idle, "overlap": self.feed.overlap_seconds() / since}
+        idle_seconds = self.feed.idle_seconds()
+        shares |= {f"worker_idle/{name}": seconds / since for name, seconds in idle_seconds.items()}
         waiting = {f"async/{name}": min(share, 1.0) for name, share in shares.items()}
-        written.numbers = self._numbers(groups) | waiting | masked | self._sent
+        written.numbers |= self._numbers(groups, now) | waiting | self._sent | self._pauses()
+        written.numbers["async/workers_up"] = float(len(idle_seconds))
+        return written
+
+    def further(self, count: int) -> Written:
+        with self.roll_call.together():
+            groups = self.feed.further(count)
+        written = self._joined(groups) if groups else nothing_written(len(self.run.rewards.names))
+        written.numbers |= {"async/wait_s": self.feed.waited} | self._totals()
+        return written
+
+    def _joined(self, groups: Sequence[Group]) -> Written:
+        self._taken += [(group.number, group.written.rollouts[0].request.row) for group in groups]
+        oldest = self.feed.oldest_needed()
+        for row in (row for number, row in self._taken if number < oldest):
+            self._rows.pop(row, None)
+        self._taken = [(number, row) for number, row in self._taken if number >= oldest]
+        written = joined_groups(groups, self.feed.waited)
+        written.numbers = self._mask_old(written.rollouts) if self.run.args.on_stale == MASK else {}
         return written
 
     def state(self) -> dict[str, Any]:
         """What weights that no checkpoint has must write is written first: a resumed run could not."""
         if self.feed.pace.order == IN_ORDER:
-            self.feed.wait_until_written(self.run.state.global_step)
+            with self.roll_call.together():
+                self.feed.wait_until_written(self.run.state.global_step)
         self._needs()
         return self.feed.state()
 
@@ -151,6 +182,8 @@ class AsyncRollouts(TrainerCallback):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.is_resumed = True
+        if not self.is_replay:
+            self._next = min(state["ledger"]["live"], default=state["ledger"]["begun"])
         self.feed.load_state(state)
         self._needs()
 
@@ -168,19 +201,27 @@ class AsyncRollouts(TrainerCallback):
         self.feed.trained(step)
         episodes = run.collector.writer.episodes
         row_of = lambda work: self._row(work.row)  # noqa: E731
-        writing = Writing(row_of, self.params, episodes, run.author_of, args.num_generations)
+        is_exact = args.async_order == IN_ORDER
+        writing = Writing(row_of, self.params, episodes, run.author_in_training, args.num_generations, is_exact)
         judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
         if args.rollout_workers is None:
             self.platform = self._threads(writing, judge, how)
         else:
-            given = (run.model, run.engine_maker(), writing, self.feed, judge, self._labels_at_once())
-            self.platform = self._remote_workers(given, how)
+            self.platform = self._remote_workers(writing, judge, how)
         self._last_window = time.monotonic()
         self.platform.start()
 
-    def _remote_workers(self, given: tuple[Any, ...], how: dict[str, Any]) -> Platform:
-        args = self.run.args
+    def _remote_workers(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> Platform:
+        args, agents, pixels = self.run.args, self.run.agents, self.run.shown_pixels
+        plays = agents is not None and agents.environments is not None
+        if plays:
+            how |= {"environments": agents.environments, "reward_timeout": args.reward_timeout}
+        if pixels is not None:
+            how["sent"] = lambda row: row.carrying(pixels.carrying, looks=plays)
+        model, how["pieces"] = self._whole_model()
+        options = {} if pixels is None else {"pixels": pixels.without_datasets()}
+        given = (model, self.run.engine_maker(**options), writing, self.feed, judge, self._labels_at_once())
         if args.rollout_workers != RAY:
             return WorkerProcesses(worker_devices(args), *given, **how)
         from posttrain.rollout.feed.ray_platform import RayWorkers
@@ -189,9 +230,21 @@ class AsyncRollouts(TrainerCallback):
         devices = ["cuda" if asked.get("GPU") else "cpu"] * args.ray_workers
         return RayWorkers(devices, *given, ray_address=args.ray_address, resources=asked, **how)
 
+    def _whole_model(self) -> tuple[nn.Module, list[nn.Parameter] | None]:
+        """What workers are made of. Of a model that lies in pieces: a whole copy, and the pieces that are trained. All processes
+        gather it together, each for workers of its own."""
+        run = self.run
+        if not run.is_fully_sharded:
+            return run.model, None
+        made, pieces = run.engine.whole_copy(), trained_weights(run.model, run.engine)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name in pieces)
+        return made, [pieces[name] for name, _ in made.named_parameters() if name in pieces]
+
     def _threads(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> Threads:
         run, args, board = self.run, self.run.args, None
         gathered = run.engine if run.is_fully_sharded else None
+        others = run.authors() - {POLICY, DATASET}
         # an engine that gathers would do so when it likes
         if not args.use_vllm and (self.is_ahead or run.is_fully_sharded):
             dtype = args.compute_dtype if run.is_fully_sharded else None
@@ -199,16 +252,18 @@ class AsyncRollouts(TrainerCallback):
             self._publish(board, run.state.global_step)
 
         def make_worker(seat: Seat) -> Callable[[], None]:
-            weights, engine = TrainersOwn(run.state), run.engine
+            weights, engine, engines = TrainersOwn(run.state), run.engine, run.collector.writer.others
             if args.use_vllm:
                 engine.labels_tokens = args.update_in_flight == CONTINUE
                 self._sent = run.weight_sync.ready(run.state.global_step)
                 weights = SentByTrainer(engine)
             elif board is not None:
                 weights = Shadow(run.model, board, gathered)
-                engine = run.local_engine(weights.model)
-                engine.labels_tokens = args.update_in_flight == CONTINUE
-            worker = RolloutWorker(seat.name, engine, weights, writing, seat, judge.add, judge.poll, **how)
+                engine, engines = run.local_engine(weights.model), other_authors(run, others, weights.copied)
+                for one in (engine, *engines.values()):
+                    one.labels_tokens = args.update_in_flight == CONTINUE
+            given = (engine, weights, writing, seat, judge.add, judge.poll)
+            worker = RolloutWorker(seat.name, *given, others=engines, **how)
             return functools.partial(on_own_stream, args.device, worker.run)
 
         return Threads(self.feed, board, self._labels_at_once(), make_worker)
@@ -243,18 +298,24 @@ class AsyncRollouts(TrainerCallback):
         if self.is_replay and state.global_step >= self.feed.steps:  # it was stopped there
             control.should_training_stop = True
         if self.platform is not None and state.global_step % args.weight_sync_steps == 0:
+            began = time.perf_counter()
             if self.platform.board is not None:
                 self._publish(self.platform.board, state.global_step)
             if args.use_vllm:
                 self._restart_what_is_written(state.global_step)
                 self._sent = self.run.weight_sync.ready(state.global_step)
-        self.feed.trained(state.global_step)
+            if self.platform.board is not None or args.use_vllm:
+                self._held.append(time.perf_counter() - began)
+        # Without a copy of the weights the engine is the trainer's, which may evaluate before it asks for a window.
+        if self.is_ahead or (self.platform is not None and self.platform.board is not None):
+            self.feed.trained(state.global_step)
 
     def _restart_what_is_written(self, step: int) -> None:
         """Of `update_in_flight="restart"`: servers are sent weights when nobody waits for completions of the old ones."""
         if self.run.args.update_in_flight == RESTART:
             self.feed.trained(step)
-            self.feed.wait_until_given_back()
+            with self.roll_call.together():
+                self.feed.wait_until_given_back()
 
     def _publish(self, board: Board, step: int) -> None:
         """The weights, and not what a forward has gathered of them."""
@@ -274,11 +335,16 @@ class AsyncRollouts(TrainerCallback):
             sample.trained = sample.trained & ~is_old
         return {"async/masked_old_tokens": float(masked), "async/masked_share": masked / max(trained, 1)}
 
-    def _numbers(self, groups: Sequence[Group]) -> dict[str, float]:
-        step, totals = (self.feed.windows - 1) * self.feed.pace.steps, self.feed.ledger.totals
-        rollouts = [rollout for group in groups for rollout in group.written.rollouts if not rollout.is_given]
-        tokens = [step - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts]
-        ages = np.concatenate(tokens) if tokens else np.zeros(1)
+    def _pauses(self) -> dict[str, float]:
+        """Mean seconds for which new weights held the training and a worker, by the host's clock."""
+        board = None if self.platform is None else self.platform.board
+        seconds = {"trainer_held": self._held, "worker_paused": [] if board is None else board.paused_seconds()}
+        self._held = []
+        return {f"sync/{name}_s": float(np.mean(measured)) for name, measured in seconds.items() if measured}
+
+    def _numbers(self, groups: Sequence[Group], now: float) -> dict[str, float]:
+        step = (self.feed.windows - 1) * self.feed.pace.steps
+        ages = step - np.concatenate([trained_labels(group) for group in groups])
         seconds = [group.seconds for group in groups]
         return {
             "async/lead": self.feed.lead.value,
@@ -287,13 +353,32 @@ class AsyncRollouts(TrainerCallback):
             "async/token_age/p95": float(np.percentile(ages, 95)) if len(ages) else 0.0,
             "async/token_age/max": float(ages.max(initial=0)),
             "async/bound_used": float(ages.max(initial=0)) / max(self.feed.pace.max_staleness, 1),
-            "async/group_age/max": float(max((step - group.label for group in groups), default=0)),
+            **self._age_parts(groups, step, now),
+            "async/group_age/mean": float(np.mean([step - group.label for group in groups])),
+            "async/group_age/max": float(max(step - group.label for group in groups)),
             "async/group_seconds/p50": float(np.median(seconds)),
+            "async/group_seconds/p95": float(np.percentile(seconds, 95)),
             "async/group_seconds/max": max(seconds),
             **self._age_shares(ages),
-            "async/in_flight": len(self.feed.ledger.live) - len(self.feed.groups),
-            "async/waiting": len(self.feed.groups),
-            **{f"async/{name}": float(count) for name, count in totals.items()},
+            "async/journal_mb": self.journal.num_bytes / 2**20,
+            **self._totals(),
+        }
+
+    def _totals(self) -> dict[str, float]:
+        return {f"async/{name}": float(count) for name, count in self.feed.counts().items()}
+
+    def _age_parts(self, groups: Sequence[Group], step: int, now: float) -> dict[str, float]:
+        """Mean age of a token, split: what it had when its group was finished, and what came while the group waited."""
+        known = [(group, trained_labels(group)) for group in groups if group.finished_step is not None]
+        tokens = sum(len(labels) for _, labels in known)
+        if not tokens:
+            return {}
+        written = sum(float((group.finished_step - labels).sum()) for group, labels in known)
+        queued = sum((step - group.finished_step) * len(labels) for group, labels in known)
+        return {
+            "async/token_age/in_flight": written / tokens,
+            "async/token_age/in_queue": queued / tokens,
+            "async/queue_s": float(np.mean([now - group.finished_at for group, _ in known])),
         }
 
     def _age_shares(self, ages: np.ndarray) -> dict[str, float]:
@@ -301,6 +386,12 @@ class AsyncRollouts(TrainerCallback):
         oldest = min(self.feed.pace.max_staleness, OLDEST_SHOWN)
         counts = np.bincount(np.clip(ages, 0, oldest).astype(int), minlength=oldest + 1)
         return {f"async/token_age/share/{age}": count / max(len(ages), 1) for age, count in enumerate(counts.tolist())}
+
+
+def trained_labels(group: Group) -> np.ndarray:
+    """Of every trained token that was written, the label of the weights that wrote it."""
+    rollouts = [rollout for rollout in group.written.rollouts if not rollout.is_given]
+    return np.concatenate([np.zeros(0), *(versions_of(rollout)[rollout.sample.trained] for rollout in rollouts)])
 
 
 def on_own_stream(device: torch.device, run: Callable[[], None]) -> None:
@@ -329,9 +420,20 @@ def own_groups(schedule: Schedule, rank: int) -> list[int]:
     return sorted({place // schedule.num_generations for place in schedule.places(rank)})
 
 
-def refuse_async(run: WrittenAhead) -> None:
+def asks_live_environments(reward: Any) -> bool:
+    """And more of them than their `get_reward`."""
+    own = getattr(getattr(reward, "function", None), "asks_environments_only", False)
+    return getattr(reward, "takes_environments", False) and not own
+
+
+def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
     """What cannot be written beside the training."""
     args = run.args
+    if has_given_engine and not args.use_vllm and (args.async_lead != 0 or args.rollout_workers is not None):
+        raise ValueError(
+            "`engine` is given, and whoever writes beside the training has an engine of its own, over a copy of the weights: leave "
+            "`engine` out (`rollout_engine` chooses a kind), or leave `async_rollouts` out."
+        )
     if run.rollout_func is not None:
         raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
     if args.use_vllm and args.vllm_mode == COLOCATE:
@@ -349,23 +451,30 @@ def refuse_async(run: WrittenAhead) -> None:
             "In order, a group is written by the weights of exactly `async_lead` steps before, and servers have the newest alone: "
             "take `async_order='window'`, or our own engine."
         )
-    if args.rollout_workers is not None and run.shown_pixels is not None:
-        raise ValueError("Worker processes are shown no images yet: leave `rollout_workers` out, and a thread writes.")
-    if args.rollout_workers is not None and run.agents is not None and run.agents.environments is not None:
+    if args.rollout_workers == RAY and run.agents is not None and run.agents.shows_images:
         raise ValueError(
-            "Environments are live objects of this process, and rewards ask them: leave `rollout_workers` out, and a thread writes."
+            "Tools or environments return images, which whoever plays keeps in `OUTPUT/media`, and actors of Ray may not have that "
+            "folder. Set `rollout_workers` to a number of processes of this machine, or leave it out, and a thread writes."
         )
-    if run.is_fully_sharded and args.rollout_workers is not None:
+    asking = [reward.name for reward in run.rewards.rewards if asks_live_environments(reward)]
+    if args.rollout_workers is not None and asking and run.agents is not None and run.agents.environments is not None:
         raise ValueError(
-            "Worker processes are sent no sharded weights yet: leave `rollout_workers` out, and a thread writes."
+            f"The reward {asking[0]} takes `environments`, and worker processes keep theirs: give the environment a method "
+            "`get_reward`, or leave `rollout_workers` out, and a thread writes."
         )
     if args.schedule().splits_groups:
         raise ValueError(
             "Each process writes the groups that it trains on, and here some lie on several processes: make "
             "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
         )
-    if others := sorted(run.authors() - {POLICY, DATASET}):
+    others = sorted(run.authors() - {POLICY, DATASET})
+    if others and args.rollout_workers is not None:
         raise ValueError(
-            f"Of this run's completions the {others[0]} writes some, with weights that the trainer needs meanwhile: leave "
-            "`async_rollouts` out."
+            f"Of this run's completions the {others[0]} writes some, and worker processes have the weights of the policy alone: "
+            "leave `rollout_workers` out, and a thread writes."
+        )
+    if others and getattr(args, "sync_ref_model", False):
+        raise ValueError(
+            f"Of this run's completions the {others[0]} writes some, and `sync_ref_model` changes its weights meanwhile: leave "
+            "`async_rollouts` or `sync_ref_model` out."
         )

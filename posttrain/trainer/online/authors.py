@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from posttrain.models.load.reference import ModelReference
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
 from posttrain.rollout.rollout import DATASET, MIXTURE, POLICY, REFERENCE, TEACHER
@@ -19,14 +20,22 @@ class EngineInContext:
     It is not the policy's engine in that context: what an engine packs or captures of its weights is then never another's.
     """
 
-    def __init__(self, make: Callable[[], RolloutEngine], context: Callable[[], Any]) -> None:
-        self._context = context
-        with context():  # engines try a model out before they take it
-            self.engine = make()
+    def __init__(self, make: Callable[[nn.Module], RolloutEngine], asked: ModelReference) -> None:
+        self._context = asked.context
+        with self._context():  # engines try a model out before they take it
+            self.engine = make(asked.model)
 
     @property
     def version(self) -> int:
         return self.engine.version
+
+    @property
+    def labels_tokens(self) -> bool:
+        return self.engine.labels_tokens
+
+    @labels_tokens.setter
+    def labels_tokens(self, does: bool) -> None:
+        self.engine.labels_tokens = does
 
     @contextmanager
     def session(self, params: SamplingParams) -> Iterator[Session]:
@@ -53,19 +62,26 @@ def _wanted(trainer: Any) -> set[str]:
     return wanted
 
 
-def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, RolloutEngine]:
-    """Engines of those who write besides the policy; a sentence where one of them cannot. `wanted` None: whom `author_of` names."""
-    wanted, live = _wanted(trainer) if wanted is None else wanted, trainer.live
+def other_authors(
+    trainer: Any, wanted: set[str] | None = None, copied: dict[int, Any] | None = None
+) -> dict[str, RolloutEngine]:
+    """Engines of those who write besides the policy; a sentence where one of them cannot. `wanted` None: whom `author_of` names.
+    `copied`: for another thread, which has a copy of the policy that is found there by the policy's id."""
+    wanted = _wanted(trainer) if wanted is None else wanted
     if not wanted:
         return {}
     _refuse(trainer, " and ".join(sorted(wanted)))
-    mixture = lambda: Mixture(live.model, trainer.mixture_weight, live.context)  # noqa: E731
+    policy = trainer.model if copied is None else copied[id(trainer.model)]
+    own = lambda asked: asked if copied is None else asked.beside(copied)  # noqa: E731
+
+    def mixed() -> RolloutEngine:
+        live = own(trainer.live)
+        return trainer.local_engine(policy, mixture=Mixture(live.model, trainer.mixture_weight, live.context))
+
     engines: dict[str, Callable[[], RolloutEngine]] = {
-        REFERENCE: lambda: EngineInContext(lambda: trainer.local_engine(live.model), live.context),
-        MIXTURE: lambda: trainer.local_engine(trainer.model, mixture=mixture()),
-        TEACHER: lambda: EngineInContext(
-            lambda: trainer.local_engine(trainer.teacher.asked.model), trainer.teacher.asked.context
-        ),
+        REFERENCE: lambda: EngineInContext(trainer.local_engine, own(trainer.live)),
+        MIXTURE: mixed,
+        TEACHER: lambda: EngineInContext(trainer.local_engine, own(trainer.teacher.asked)),
     }
     return {author: engines[author]() for author in sorted(wanted)}
 

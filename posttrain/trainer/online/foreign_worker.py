@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from transformers import TrainerCallback
 
-from posttrain.core.processes import of_every_process
+from posttrain.core.processes import RollCall, of_every_process
 from posttrain.core.sample import Sample
 from posttrain.models.load.weight_export import exported_weights
 from posttrain.rewards.runtime.results import RewardResults
@@ -25,6 +25,23 @@ from posttrain.rollout.engines.weight_sync import on_all_processes
 from posttrain.rollout.rollout import Request, Rollout
 
 LOOK_SECONDS = 1.0
+TRL_NUMBERS: dict[str, tuple[str, bool]] = {
+    "sample/staleness_mean": ("async/group_age/mean", False),
+    "sample/staleness_max": ("async/group_age/max", False),
+    "sample/time_in_queue_s": ("async/queue_s", False),
+    "sample/rollout_queue_size": ("async/waiting", True),
+    "sample/dropped_stale_total": ("async/dropped/stale", True),
+    "rollout/inflight": ("async/in_flight", True),
+    "perf/rollout_wait_s": ("async/wait_s", False),
+    "perf/weight_sync_s": ("sync/trainer_held_s", False),
+}
+"""Metric of TRL's asynchronous trainers -> ours, and whether TRL counts samples where ours counts groups."""
+
+
+def under_trl_names(numbers: dict[str, Any], samples: int) -> dict[str, Any]:
+    """`samples` of a group."""
+    found = {theirs: (numbers[ours], counted) for theirs, (ours, counted) in TRL_NUMBERS.items() if ours in numbers}
+    return {name: number * samples if counted else number for name, (number, counted) in found.items()}
 
 
 class ForeignWorker(Protocol):
@@ -72,6 +89,7 @@ class ForeignRollouts(TrainerCallback):
         self.tokens_of, self.group_of = tokens_of, group_of
         self.labels: dict[int, int] = {}  # version -> the step that made it
         self.is_started, self.dropped = False, 0
+        self.roll_call = RollCall(run.args.process_index, run.args.world_size, run.args.ddp_timeout)
 
     @property
     def version(self) -> int:
@@ -82,7 +100,10 @@ class ForeignRollouts(TrainerCallback):
     def next_window(self) -> Written:
         args, began = self.run.args, time.perf_counter()
         share, rank = args.schedule().share, args.process_index
-        read = on_all_processes(lambda: self._read(share * args.world_size), args.world_size, "had no rollouts")
+        if not self.is_started:
+            on_all_processes(self._start, args.world_size, "could not start the rollouts")
+        with self.roll_call.together():
+            read = self._read(share * args.world_size)
         rollouts, numbers = of_every_process(read, args.world_size)[0]
         rollouts = rollouts[rank * share : (rank + 1) * share]
         nothing = np.zeros((len(rollouts), 0))
@@ -92,17 +113,16 @@ class ForeignRollouts(TrainerCallback):
         )
 
     def _read(self, wanted: int) -> tuple[list[Rollout], dict[str, Any]]:
-        if not self.is_started:
-            self._start()
         if self.run.args.process_index:
             return [], {}
         given = [self._next() for _ in range(wanted)]
         places: dict[int, int] = {}
         rollouts = [self._rollout(one, places) for one in given]
         ages = [self.run.state.global_step - rollout.sample.policy_version for rollout in rollouts]
-        numbers = {"async/token_age/mean": ages, "async/group_age/max": float(max(ages, default=0))}
-        measured = [one.metrics for one in given]
-        return rollouts, self._worker_numbers(measured) | numbers | {"async/dropped/stale": float(self.dropped)}
+        numbers = {"async/token_age/mean": ages, "async/dropped/stale": float(self.dropped)}
+        numbers |= {"async/group_age/mean": float(np.mean(ages)), "async/group_age/max": float(max(ages))}
+        own = self._worker_numbers([one.metrics for one in given])
+        return rollouts, under_trl_names(numbers, samples=1) | own | numbers
 
     def _next(self) -> Any:
         while True:
@@ -110,6 +130,7 @@ class ForeignRollouts(TrainerCallback):
                 one = self.worker.rollout_buffer.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 self.worker.check_health(self.run.args.heartbeat_stale_after_s)
+                self.roll_call.waits()
                 continue
             if self.version - one.model_version <= self.run.args.max_staleness:
                 return one
@@ -155,12 +176,12 @@ class ForeignRollouts(TrainerCallback):
             on_all_processes(send, args.world_size, "could not send the weights")
 
     def _send(self, step: int) -> None:
-        """Under FSDP all processes walk through the weights, to their end, whoever reads them."""
+        """Where they are in pieces all processes walk through the weights, to their end, whoever reads them."""
         is_first, weights = self.run.args.process_index == 0, exported_weights(self.run.model)
         if is_first:
             self.transfer.pause()
             self.transfer.send_weights(weights)
-        if self.run.is_fully_sharded:
+        if self.run.gathers_together:
             for _ in weights:
                 pass
         self.labels[self.version + 1] = step

@@ -96,9 +96,10 @@ def vllm_engine(
 ) -> tuple[RolloutEngine, JointExport | None]:
     """(the engine, started or connected; the export by which all processes together send it a sharded model). It has no weights
     of the trainer's yet, see `weight_sync`. `notes`: what the user is to know is added there."""
-    if args.sharding == DEEPSPEED:
+    if args.sharding == DEEPSPEED and args.vllm_mode != SERVER:
         raise ValueError(
-            "Weights that DeepSpeed holds in pieces are not sent to vLLM. Use FSDP (`fsdp=True`), or train without sharding."
+            "Weights that DeepSpeed holds in pieces are sent to servers (`vllm_mode='server'`), and to no vLLM in the training "
+            "processes. Use a server, or FSDP (`fsdp=True`)."
         )
     if args.vllm_mode == SERVER:
         return _served(args, model, is_fully_sharded, notes, images)
@@ -202,6 +203,17 @@ def _served(
         engine.close()  # its watch would continue
         raise
     return engine, export if is_fully_sharded else None
+
+
+def refuse_given_servers(engine: Any, args: OnlineConfig) -> None:
+    """Of a sharded model all processes gather each tensor together, and an engine that somebody else has made reads its export in
+    process 0 alone, which would wait for the others indefinitely."""
+    if args.sharding is not None and hasattr(engine, "follow"):
+        raise ValueError(
+            f"The engine that this run was given ({type(engine).__name__}) sends the weights from one process, and here they lie "
+            "in pieces on all of them. Leave `engine` out, start servers beforehand, and set `use_vllm=True, vllm_mode='server'` "
+            "and `vllm_server_base_url`: then all processes gather the weights together."
+        )
 
 
 def show_images(engine: Any, images: PromptImages) -> None:

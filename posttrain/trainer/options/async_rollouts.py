@@ -86,8 +86,7 @@ class AsyncConfig:
         "checkpoint needs.",
     )
     replay_from: str | None = option(
-        None,
-        "Folder of an earlier run: train on the groups of its journal, in its order. Nothing is written anew.",
+        None, "Folder of an earlier run: train on the groups of its journal, in its order. Nothing is written anew."
     )
 
     clips_ratios = False  # whether the loss bounds how far the policy moves away from an earlier one
@@ -139,8 +138,6 @@ class AsyncConfig:
                 "`async_order='in_order'` needs `update_in_flight='finish'` and `on_stale='wait'`: a completion is written by one "
                 "version of the weights, whenever it is written."
             )
-        if self.drop_zero_variance:
-            raise ValueError("`drop_zero_variance` is not there with `async_rollouts` yet: leave one of them out.")
         pace = self.pace()
         pace.check(0 if self.async_lead == AUTO else self.async_lead)
 

@@ -318,15 +318,13 @@ class BaseConfig(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """The options without secrets at any depth: it goes into files and to trackers."""
         options = super().to_dict()
-        options |= {
-            name: getattr(self, name) for name in options if name.endswith("_token")
-        }  # not all of them are secrets
+        # not all of them are secrets
+        options |= {name: getattr(self, name) for name in options if name.endswith("_token")}
         return without_secrets(options)
 
     def __str__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sorted(self.to_dict().items()))})"
-        )
+        given = ", ".join(f"{name}={value!r}" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}({given})"
 
     __repr__ = __str__
 

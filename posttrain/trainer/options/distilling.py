@@ -189,11 +189,7 @@ class TeacherConfig:
             )
 
     is_served = False  # whether the teacher is on a server, and nothing is loaded here
-
-    @property
-    def shares_tokenizer(self) -> bool:
-        """Whether the teacher must read the student's own tokens."""
-        return True
+    shares_tokenizer = True  # whether the teacher must read the student's own tokens
 
     def teacher_arguments(self) -> dict[str, Any]:
         """Of `from_pretrained`."""

@@ -45,7 +45,7 @@ class RefusedOptions:
 
     # ---- transformers' `generate`
     ds3_gather_for_generation: bool = refused(
-        True, "Rollouts are not written under DeepSpeed, so there is nothing to gather: use one process per GPU."
+        True, "Under DeepSpeed servers write the rollouts, and are sent weights that are gathered tensor by tensor."
     )
     cache_implementation: str | None = refused(
         None,

@@ -151,11 +151,8 @@ class PPOConfig(AgentConfig, OnlineConfig):
 
     def _cut_into_mini_batches(self) -> None:
         """From TRL's accumulation, which fills a generation, to that of an optimizer step; a micro-batch may become smaller."""
-        size, accumulation, parts = (
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.num_mini_batches,
-        )
+        size, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        parts = self.num_mini_batches
         samples, rest = divmod(size * accumulation, parts)
         if rest or not samples or (samples % size and size % samples):
             raise ValueError(

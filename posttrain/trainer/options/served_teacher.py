@@ -43,9 +43,7 @@ class TeacherServerConfig:
 
     _VALID_DICT_FIELDS = [*TeacherConfig._VALID_DICT_FIELDS, "teacher_server_urls"]
 
-    @property
-    def is_served(self) -> bool:
-        return True
+    is_served = True
 
     def __post_init__(self) -> None:
         if isinstance(self.teacher_server_urls, str):

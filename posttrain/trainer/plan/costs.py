@@ -130,7 +130,7 @@ class RunMemory:
             slots = args.max_rollout_slots or MAX_SLOTS["cuda"]
             slots = min(slots, counts.rollouts.completions_per_generation // counts.processes)
             prompts = -(-slots // args.num_generations) * counts.rollouts.longest_prompt
-            a_token = shape.layers * LayerShape(1, shape.widths[2], shape.dtype).bytes
+            a_token = shape.layers * LayerShape(1, shape.widths[2], shape.widths[2], shape.dtype).bytes
             self.generation = {
                 "keys and values": a_token * (slots * args.max_completion_length + prompts),
                 "logits": 2 * slots * shape.vocabulary * 4,
@@ -165,9 +165,8 @@ class RunMemory:
         in_backward = tokens * self.activations.in_backward(level)
         keeps_logits = bool(args.keep_logits) and self.run.side.recomputes_logits()
         exact = any(name not in STATISTICS for name in self.run.side.token_stats)
-        head = shape.head_bytes(
-            trained, True, 0 if keeps_logits else args.chunk_tokens, exact
-        )  # kept ones need no chunk
+        # kept ones need no chunk
+        head = shape.head_bytes(trained, True, 0 if keeps_logits else args.chunk_tokens, exact)
         stay_as_written = self.in_one_pass and state.masters and args.optim.startswith("adamw_torch")
         until = {
             "gradients": state.buckets + (0 if self.in_one_pass else state.sums),
@@ -255,12 +254,8 @@ class Work:
 
     def __init__(self, run: PlannedModel, level: str) -> None:
         """`level` of checkpointing."""
-        shape, counted, self.reference, self.steps = (
-            run.shape,
-            run.counts.per_step,
-            run.reference,
-            run.counts.optimizer_steps,
-        )
+        shape, counted = run.shape, run.counts.per_step
+        self.reference, self.steps = run.reference, run.counts.optimizer_steps
         tokens, passes, asked = (counted[name].mean for name in ("tokens", "passes", "trained"))
         length = tokens / max(counted["samples"].mean, 1)
         forward = _forward(shape, tokens, length, asked)

@@ -137,12 +137,8 @@ class BEMACallback(TrainerCallback):
         elif state.is_world_process_zero and after > 0 and after % self.update_freq == 0:
             self.update(model, step)
         since = step - self.ref_model_update_after
-        if (
-            self.update_ref_model
-            and step >= self.update_after
-            and since >= 0
-            and since % self.ref_model_update_freq == 0
-        ):
+        is_due = since >= 0 and since % self.ref_model_update_freq == 0
+        if self.update_ref_model and step >= self.update_after and is_due:
             self._move_reference(model, getattr(args, "world_size", 1))
 
     def on_train_end(

@@ -45,9 +45,8 @@ def store_of(reference: ModelReference, folder: Path, world_size: int) -> RowSto
     """The cache of this reference: of its weights as they are now, and its temperature."""
     with reference.context():
         fingerprint = weights_fingerprint(reference.model)
-    every = of_every_process(
-        fingerprint, world_size
-    )  # shards of one model have fingerprints of their own; copies have one
+    # shards of one model have fingerprints of their own; copies have one
+    every = of_every_process(fingerprint, world_size)
     fingerprint = every[0] if len(set(every)) == 1 else "-".join(every)
     name = xxhash.xxh3_128_hexdigest(f"{fingerprint}|{reference.temperature}".encode())
     return RowStore(folder / "reference_logps" / name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from posttrain.core.batch import RAGGED, SHARED
@@ -67,6 +67,7 @@ class SyncRefModelCallback(TrainerCallback):
     def __init__(self, ref_model: Reference | nn.Module, accelerator: Accelerator | None = None) -> None:
         self.reference = ref_model if isinstance(ref_model, Reference) else frozen_copy(ref_model)
         self.accelerator = accelerator
+        self._gathered: dict[str, Tensor] | None = None  # for the next checkpoint
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         steps, share = (getattr(args, name) for name in self.options)
@@ -76,9 +77,16 @@ class SyncRefModelCallback(TrainerCallback):
                 model = self.accelerator.unwrap_model(model)
             self.reference.sync(model, share)
 
+    def gather(self) -> None:
+        """By all processes, before any of them writes a checkpoint: the reference as a whole, where FSDP2 holds it in pieces. Once
+        one has failed to write, it would no longer take part."""
+        if self.accelerator is not None and self.accelerator.is_fsdp2:
+            self._gathered = self.reference.state(is_kept=self.accelerator.is_main_process)
+
     def save_state_files(self, folder: Path) -> None:
         """A reference that has moved is a part of the run's state."""
-        save_moved(self.reference, Path(folder), self.file)
+        state, self._gathered = self._gathered, None
+        files.save_tree(Path(folder) / self.file, self.reference.state() if state is None else state)
 
     def load_state_files(self, folder: Path) -> None:
         load_moved(self.reference, Path(folder), self.file)
@@ -91,8 +99,8 @@ class MoveTeacherCallback(SyncRefModelCallback):
     file = MOVED_TEACHER
 
 
-def save_moved(reference: MovableReference, folder: Path, file: str = MOVED_REFERENCE) -> None:
-    files.save_tree(folder / file, reference.state())
+def save_moved(reference: MovableReference, folder: Path) -> None:
+    files.save_tree(folder / MOVED_REFERENCE, reference.state())
 
 
 def load_moved(reference: MovableReference, folder: Path, file: str = MOVED_REFERENCE) -> None:
@@ -133,9 +141,10 @@ class ReferenceSetup:
         """With `sync_ref_model`, what moves the reference towards the policy during training."""
         if not self.args.sync_ref_model:
             return []
-        if self.args.sharding is not None:
+        if self.args.sharding == DEEPSPEED:
             raise ValueError(
-                "`sync_ref_model` moves whole weights; under FSDP and DeepSpeed they are in pieces. Leave it out."
+                "`sync_ref_model` moves a reference towards weights that DeepSpeed holds in pieces of its own. Use FSDP "
+                "(`fsdp=True`), or leave it out."
             )
         reference.check_sync()
         return [SyncRefModelCallback(reference, self.accelerator)]
@@ -168,11 +177,6 @@ class ReferenceSetup:
         elif kind == BASE:
             asked = reference or self.live(None, source)
         else:
-            if self.args.sharding is not None:
-                raise ValueError(
-                    "`teacher_model_kind='ema'` averages whole weights; under FSDP they are in pieces. Use 'base' or 'live', or "
-                    "one process per GPU without sharding."
-                )
             asked = frozen_adapter(model, TEACHER_ADAPTER) if is_peft_model(model) else self._copy_of_policy()
             asked.description = "the moving average of the policy"
             asked.keep_averages()
@@ -243,15 +247,13 @@ class ReferenceSetup:
 
     def _loaded(self, model: Any, task: str, options: LoadOptions, seen: dict[str, Any] | None = None) -> LoadedModel:
         args, policy = self.args, self.policy
-        if isinstance(
-            model, nn.Module
-        ):  # as it is: its dtype and its adapter are the caller's; how its layers are run is not
+        if isinstance(model, nn.Module):  # its dtype and adapter are the caller's; how its layers are run is not
             has_own_layers = is_peft_model(model) or is_quantized(innermost_model(model))
             options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
         seen = self._seen(model, options) if seen is None else seen
-        loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout, **seen))
+        loaded = load_model(model, replace(options, task=task, sharded=args.sharding == FSDP, **layout, **seen))
         if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
             policy.layout = self.collator.layout = loaded.layout
         return loaded

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -237,10 +238,8 @@ def accuracy_stuck(history: History) -> Seen:
     limits = history.limits
     for name in history.names("rewards/accuracies", "accuracy"):
         latest = history.values(name)[-limits.stuck_logs :]
-        if (
-            len(latest) == limits.stuck_logs
-            and max(fmean(latest), fmean(latest[-len(latest) // 3 :])) < limits.stuck_accuracy
-        ):
+        is_full, last_third = len(latest) == limits.stuck_logs, latest[-len(latest) // 3 :]
+        if is_full and max(fmean(latest), fmean(last_third)) < limits.stuck_accuracy:
             return f"{name} averages {number(fmean(latest))} over the last {len(latest)} logs; guessing gives 0.5"
     return None
 
@@ -300,9 +299,9 @@ def kl_growing(history: History) -> Seen:
     return None
 
 
-def _median_beyond(history: History, name: str, limit: float, *, below: bool = False) -> Seen:
-    """Where the median of the last window is at or beyond a limit."""
-    latest = history.values(name)[-history.limits.window :]
+def median_beyond(history: History, name: str, threshold: str, below: bool = False) -> Seen:
+    """Where the median of the last window is at or beyond one of the thresholds."""
+    latest, limit = history.values(name)[-history.limits.window :], getattr(history.limits, threshold)
     if len(latest) < history.limits.window:
         return None
     now = median(latest)
@@ -310,22 +309,6 @@ def _median_beyond(history: History, name: str, limit: float, *, below: bool = F
         return None
     side = "below" if below else "above"
     return f"the median of {name} over the last {len(latest)} logs is {number(now)}, at or {side} {number(limit)}"
-
-
-def rollouts_wait(history: History) -> Seen:
-    return _median_beyond(history, "async/trainer_idle", history.limits.waiting_share)
-
-
-def rollouts_at_the_bound(history: History) -> Seen:
-    return _median_beyond(history, "async/bound_used", history.limits.bound_used)
-
-
-def few_samples_count(history: History) -> Seen:
-    return _median_beyond(history, "sampling/effective_sample_size", history.limits.sample_size, below=True)
-
-
-def old_tokens_masked(history: History) -> Seen:
-    return _median_beyond(history, "async/masked_share", history.limits.masked_share)
 
 
 def rate_zero(history: History) -> Seen:
@@ -434,28 +417,26 @@ RULES: dict[str, Rule] = {
         "read completions of the last steps, raise the KL penalty, or correct the reward",
     ),
     "kl_growing": Rule(
-        kl_growing,
-        "the policy runs away from the reference",
-        "raise `beta`, lower `learning_rate`, or stop earlier",
+        kl_growing, "the policy runs away from the reference", "raise `beta`, lower `learning_rate`, or stop earlier"
     ),
     "rollouts_wait": Rule(
-        rollouts_wait,
+        partial(median_beyond, name="async/trainer_idle", threshold="waiting_share"),
         "rollouts are the slow side, and the trainer waits for them",
         "give them more workers or GPUs, shorten `max_completion_length`, bound episodes with `episode_timeout`, or raise "
         "`async_lead` where it is a number",
     ),
     "rollouts_at_the_bound": Rule(
-        rollouts_at_the_bound,
+        partial(median_beyond, name="async/bound_used", threshold="bound_used"),
         "every step trains on tokens as old as `max_staleness` allows",
         "lower `async_lead` where it is a number, give rollouts more workers, or raise `max_staleness` if learning is as good",
     ),
     "few_samples_count": Rule(
-        few_samples_count,
+        partial(median_beyond, name="sampling/effective_sample_size", threshold="sample_size", below=True),
         "the policy has moved far from the weights that wrote the completions, and few tokens decide the step",
         "lower `max_staleness`, `num_iterations` or `learning_rate`",
     ),
     "old_tokens_masked": Rule(
-        old_tokens_masked,
+        partial(median_beyond, name="async/masked_share", threshold="masked_share"),
         "long completions lose the tokens that they began with",
         "raise `max_staleness`, or take `on_stale='wait'`",
     ),

@@ -20,6 +20,7 @@ from posttrain.core.secrets import write_whole
 from posttrain.data.store.report import PreparationReport
 from posttrain.models.load.model import LoadedModel
 from posttrain.models.load.reference import Reference
+from posttrain.models.sharding import whole_size
 from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.checkpoints.persistence import RunLifecycle
 from posttrain.trainer.checkpoints.saving import Checkpoints
@@ -197,8 +198,8 @@ def _noun(run: ShownRun) -> str:
 
 
 def _weights(run: ShownRun) -> str:
-    total = sum(parameter.numel() for parameter in run.model.parameters())
-    trained = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
+    total = sum(whole_size(parameter) for parameter in run.model.parameters())
+    trained = sum(whole_size(parameter) for parameter in run.model.parameters() if parameter.requires_grad)
     if trained == total:
         return f"{count(total)} weights, all trained"
     return f"{count(total)} weights, {count(trained)} ({trained / max(total, 1):.2%}) of them trained"
@@ -251,12 +252,9 @@ def _kept(args: Any) -> str:
 def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     """The lines of the block that closes a run."""
     state, args = run.state, run.args
-    ended = (
-        "finished"
-        if state.global_step >= state.max_steps
-        else f"stopped at step {state.global_step} of {state.max_steps}"
-    )
-    if not steps and run.lifecycle.resumed_from is not None and state.global_step >= state.max_steps:
+    is_over = state.global_step >= state.max_steps
+    ended = "finished" if is_over else f"stopped at step {state.global_step} of {state.max_steps}"
+    if is_over and not steps and run.lifecycle.resumed_from is not None:
         ended = f"had ended at step {state.global_step} already"
     speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
     lines = [f"{_name(run)} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"]

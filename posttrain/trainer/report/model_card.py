@@ -123,12 +123,7 @@ def front_matter(
 ) -> dict[str, Any]:
     """The metadata the Hub reads."""
     base = base_model(run)
-    own_tags = [
-        "posttrain",
-        run.method,
-        "generated_from_trainer",
-        *_as_list(getattr(run.model, "model_tags", None)),
-    ]
+    own_tags = ["posttrain", run.method, "generated_from_trainer", *_as_list(getattr(run.model, "model_tags", None))]
     metadata: dict[str, Any] = {
         "base_model": base,
         "library_name": "peft" if is_peft_model(run.model) else "transformers",
@@ -184,9 +179,8 @@ def introduction(run: DescribedRun, datasets: list[str]) -> str:
     base = base_model(run)
     source = f"[{base}](https://huggingface.co/{base})" if base else Path(run.loaded.name).name
     kind = "An adapter for" if is_peft_model(run.model) else _MADE_FROM.get(run.task, "Made from")
-    on = (
-        " on " + ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets) if datasets else ""
-    )
+    linked = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets)
+    on = f" on {linked}" if datasets else ""
     return f"{kind} {source}, trained by {run.title or run.method.upper()}{on} with posttrain."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,8 +26,6 @@ from posttrain.trainer.construction import epoch_batches
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from posttrain.trainer.step.gathering import over_processes
 from posttrain.trainer.vision import Vision
-
-logger = logging.getLogger(__name__)
 
 EPOCHS_LOOKED_AT, UNITS_LOOKED_AT = 10, 256
 DEFAULT_OPTIM = TrainingArguments.__dataclass_fields__["optim"].default
@@ -173,11 +170,11 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     Where the lengths are not known (a stream), the limits on rows and length stand for them.
     """
     args = run.args
-    can_split = args.sharding != DEEPSPEED
+    can_split, gathers = args.sharding != DEEPSPEED, args.sharding is not None
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
         limits = (-(-tokens * run.graphs // args.sequence_parallel_size) for tokens in run.batch_limits())
-        return memory.BatchTokens(*limits, can_split)
+        return memory.BatchTokens(*limits, can_split, gathers)
     # Of a row that processes share, each computes a part.
     lengths = np.asarray(lengths) * laid_out_share(run) / args.sequence_parallel_size
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
@@ -186,7 +183,7 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     for epoch in range(min(int(np.ceil(args.num_train_epochs)), EPOCHS_LOOKED_AT)):
         batches.set_epoch(epoch)
         largest = max(largest, *(int(lengths[rows].sum()) for rows in batches))
-    return memory.BatchTokens(largest, int(np.ceil(lengths.max())), can_split)
+    return memory.BatchTokens(largest, int(np.ceil(lengths.max())), can_split, gathers)
 
 
 def laid_out_share(run: FittedRun) -> float:

@@ -145,7 +145,7 @@ def test_what_is_too_old_is_dropped_and_something_else_begins():
     assert [one.number for one in made.next_window()] == [2, 3]
     made.trained(1)
     made.windows = 2  # two windows later
-    assert made._drop_stale() == {0: "stale", 1: "stale"}
+    assert made._drop_stale(2) == {0: "stale", 1: "stale"}
     made.trained(2)
     assert [work.number for work in made.pull("a", 2)] == list(range(4, 10))
 
@@ -170,6 +170,44 @@ def test_a_worker_waits_while_it_holds_nothing():
     assert after(2, made.idle_seconds) == {"one": 6.0, "two": 5.0}
     made.give_back("two")  # it ended
     assert after(1, made.idle_seconds) == {"one": 1.0}
+
+
+def test_in_order_what_died_is_written_beside_what_it_was_written_beside():
+    """Two windows are begun at once; when the worker dies the first has been taken, and one of the other two groups is finished."""
+    made = feed(Pace(2, order=IN_ORDER), lead=1.0)
+    assert [(work.number, work.counts) for work in made.pull("one", 0)] == [(n, True) for n in range(4)]
+    for number in (0, 1, 3):
+        assert made.finish(group(number))
+    assert [one.number for one in made.next_window()] == [0, 1]
+    assert made.oldest_needed() == 0
+    made.give_back("one")
+    again = made.pull("two", 0)
+    assert [(work.number, work.counts) for work in again] == [(0, False), (1, False), (2, True), (3, False)]
+    assert not made.finish(group(0, attempt=0))  # nobody hands it in; it would be refused
+    assert made.finish(group(2, attempt=2))
+    assert made.oldest_needed() == 4
+    assert [one.number for one in made.next_window()] == [2, 3]
+
+
+def test_both_sides_work_where_the_trainer_does_not_wait_and_somebody_writes():
+    now = [0.0]
+    made = feed(Pace(2), lead=1.0, clock=lambda: now[0])
+
+    def at(seconds, act):
+        now[0] = seconds
+        return act()
+
+    at(1, lambda: made.pull("one", 0, 3))
+    at(5, lambda: made.finish(group(0)))
+    at(6, lambda: made.finish(group(1)))
+    at(7, made.next_window)  # the trainer trains, and prompt 2 is being written
+    assert at(10, made.overlap_seconds) == 3.0
+    assert at(12, lambda: made.finish(group(2)))  # nobody writes any more
+    assert at(20, made.overlap_seconds) == 2.0
+    assert (made.groups[2].finished_step, made.groups[2].finished_at) == (0, 12.0)
+    at(21, lambda: made.pull("one", 0))
+    at(22, lambda: made.give_back("one"))  # it ended
+    assert at(30, made.overlap_seconds) == 1.0
 
 
 def test_who_is_waited_for_in_vain_is_named():
@@ -256,9 +294,70 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
     file = tmp_path / "rollout_journal/process-0" / WINDOWS
     file.write_text(file.read_text()[:-9])
     journal = Journal(tmp_path)
-    assert sorted(journal.windows()) == [0, 1]
+    assert sorted(journal.windows()) == [(0, 0), (1, 0)]
     assert "cut off or damaged" in journal.damaged[0]
     assert json.loads(file.read_text().splitlines()[0])["numbers"] == taken[0]
+
+
+# ---- groups that are replaced --------------------------------------------------------------------------------------------
+
+
+def take_refilled(made: Feed, window: int) -> list[list[int]]:
+    """The rounds of a window in which every third group is flat; everybody writes whatever may begin."""
+
+    def write() -> None:
+        while (label := made.label_for(-1)) is not None and (works := made.pull("a", label)):
+            for work in reversed(works):
+                made.finish(group(work.number, work.attempt, work.label))
+
+    write()
+    rounds = [[one.number for one in made.next_window()]]
+    while flat := [number for number in rounds[-1] if number % 3 == 0]:
+        threading.Timer(0.02, write).start()  # while it waits
+        rounds.append([one.number for one in made.further(len(flat))])
+    made.trained(window + 1)
+    return rounds
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, FIRST_FINISHED])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_replaced_groups_are_dropped_and_a_crash_changes_nothing(tmp_path, order, lead):
+    made, taken, states = feed(Pace(2, order=order), lead, Journal(tmp_path), patience=20.0), [], []
+    made.trained(0)
+    for window in range(6):
+        taken.append(take_refilled(made, window))
+        states.append(made.state())
+    numbers = [number for rounds in taken for one in rounds for number in one]
+    totals, replaced = made.ledger.totals, sum(len(one) for rounds in taken for one in rounds[1:])
+    assert len(numbers) == len(set(numbers)) == 12 + replaced
+    assert replaced > 0
+    assert (totals["taken"], totals["dropped/zero_variance"]) == (12, replaced)
+    assert made.ledger.begun == 12 + replaced + len(made.ledger.live)
+    again = feed(Pace(2, order=order), lead, Journal(tmp_path), patience=20.0)
+    again.load_state(states[1])
+    again.trained(2)
+    assert [take_refilled(again, window) for window in range(2, 6)] == taken[2:]
+    assert again.ledger.totals["dropped/zero_variance"] == replaced
+
+
+def test_in_order_a_replacement_is_written_by_the_newest_weights_apart_from_others():
+    made = feed(Pace(2, order=IN_ORDER), lead=0)
+    made.trained(0)
+    for work in made.pull("a", 0):
+        made.finish(group(work.number, work.attempt))
+    made.next_window()
+    taken = []
+    thread = threading.Thread(target=lambda: taken.extend(made.further(2)))
+    thread.start()
+    while not (works := made.pull("a", 0)):
+        pass
+    assert [(work.number, work.label) for work in works] == [(2, 0), (3, 0)]
+    for work in works:
+        made.finish(group(work.number, work.attempt))
+    thread.join()
+    assert [one.number for one in taken] == [2, 3]
+    made.trained(1)
+    assert [(work.number, work.label) for work in made.pull("a", 1)] == [(4, 1), (5, 1)]
 
 
 def test_whoever_asks_while_weights_are_published_gets_the_new_ones():

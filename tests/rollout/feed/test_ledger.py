@@ -122,6 +122,8 @@ class Orders(RuleBasedStateMachine):
     @rule(worker=st.sampled_from("abc"), behind=st.integers(0, 2), most=st.integers(1, 4))
     def pull(self, worker, behind, most):
         found = self.feed.pull(worker, max(self.feed.published - behind * self.feed.pace.steps, 0), most)
+        assert not [work for work in found if not work.counts and work.number not in self.accepted]
+        found = [work for work in found if work.counts]
         assert not {work.number for work in found} & {*self.taken}
         self.given += found
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import random
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 
+from posttrain.core.sample import ImageSpan
 from posttrain.core.trees import tree_to_bytes
 from posttrain.rewards.runtime.frames import HEADER
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -97,7 +99,7 @@ def group(work, **changes):
 def begun(workers):
     ask(workers, call="pull", label=0)
     work = workers.children[0].issued[0]
-    return [work.number, work.attempt, work.label, work.prompt, work.row]
+    return [*astuple(work)]
 
 
 WRONG = {int: "x", str: 7, bool: "yes", list: {}, dict: 3, (int, float): "soon"}
@@ -142,7 +144,7 @@ def test_a_message_that_is_too_large_is_not_read():
 
 
 def test_fuzzed_answers_are_refused_and_the_group_is_issued_again(workers, caplog):
-    """Gaps in versions, labels that the worker did not have, too many tokens, too few completions, work of others."""
+    """Gaps in versions, labels that the worker did not have, too many tokens, images of no row, work of others."""
     rng = random.Random(3)
 
     def versions(values):
@@ -165,12 +167,21 @@ def test_fuzzed_answers_are_refused_and_the_group_is_issued_again(workers, caplo
 
         return change
 
+    def showing(span):
+        def change(work):
+            made = [rollout(work[3], sample, work[2]) for sample in range(GENERATIONS)]
+            made[1].sample.images = (span,)
+            return group(work, **rollouts_tree(made))
+
+        return change
+
     def labelled(label):
         return lambda work: group(work, **rollouts_tree([rollout(work[3], s, label) for s in range(GENERATIONS)]))
 
     other = lambda place: lambda work: group([n + rng.randint(1, 9) * (i == place) for i, n in enumerate(work)])  # noqa: E731
     kinds = [
         versions(lambda work: float("nan")), versions(lambda work: work[2] + 1), versions(lambda work: work[2] - 1),
+        showing(ImageSpan(0, 2, bytes(16), (4, 4), (1, 1))), showing(ImageSpan(0, 99, bytes(16), (4, 4), (1, 1))),
         tokens(9), tokens(1, value=10**6), tokens(1, value=-1), labelled(3), labelled(-1),
         lambda work: group(work, **rollouts_tree([rollout(work[3], 0, work[2])])),
         lambda work: group(work, rollouts=[{"prompt": 1}] * GENERATIONS),

@@ -5,7 +5,6 @@ Both passes are handed to the model as the forward argument `kv_cache` (see `mod
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.attention.softmax import softmax_attention
 from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape
 from posttrain.rollout.engines.native.dense_rows import DenseRows
@@ -47,20 +47,18 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """(rows, heads, width) -> same. Row i attends to the tokens 0 to positions[i] of its sequence.
+    """(rows, heads, width) -> (rows, heads, width of values). Row i attends to the tokens 0 to positions[i] of its sequence.
 
     keys, values (pages, key heads, PAGE, width); table (rows, pages of the longest row).
     """
     rows, heads, width = query.shape
     gathered = [_of_rows(tensor, table) for tensor in (keys, values)]  # (rows, key heads, places, width)
     grouped = query.view(rows, keys.shape[1], -1, width)
-    scores = (grouped @ gathered[0].transpose(-1, -2)).float() * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(table.shape[1] * PAGE, positions, prefixes, window)
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    return (weights.to(query.dtype) @ gathered[1]).reshape(rows, heads, width)
+    seen = visible(table.shape[1] * PAGE, positions, prefixes, window)[:, None, None]
+    sinks = None if sinks is None else sinks.view(*grouped.shape[1:3], 1)
+    return softmax_attention(grouped, *gathered, seen, scale, softcap, sinks).reshape(rows, heads, -1)
 
 
 def visible(places: int, positions: Tensor, prefixes: Tensor, window: int | None) -> Tensor:
@@ -87,25 +85,18 @@ class Segments:
     longest: int
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """(1, heads, tokens, width) -> (1, tokens, heads, width), causally inside of each segment."""
-        if not softcap:
-            return segment_attention(query, key, value, self.bounds, self.longest, scale, 0.0, window)
-        edges = itertools.pairwise(self.bounds.tolist())
-        parts = [_capped(*(x[0, :, a:b] for x in (query, key, value)), scale, window, softcap) for a, b in edges]
-        return torch.cat(parts)[None]
-
-
-def _capped(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
-    """softmax(cap tanh(scale q k / cap)) v of one segment: (heads, tokens, width) -> (tokens, heads, width)."""
-    groups = query.shape[0] // key.shape[0]
-    key, value = (x.repeat_interleave(groups, 0) for x in (key, value))
-    scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * scale / softcap)
-    place = torch.arange(scores.shape[-1], device=scores.device)
-    distance = place[:, None] - place
-    hidden = (distance < 0) | (distance >= window) if window else distance < 0
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1).to(value.dtype) @ value).transpose(0, 1)
+        how = (scale, 0.0, window, None, softcap, sinks)
+        return segment_attention(query, key, value, self.bounds, self.longest, *how)
 
 
 @dataclass(frozen=True)
@@ -126,12 +117,14 @@ class ShapeReader:
         self.shapes: dict[int, LayerShape] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
-        if module.layer_idx in self.shapes or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        # Of unlike widths the kernels of a GPU know nothing.
+        are_alike = key.shape[:-1] == value.shape[:-1] and (key.shape == value.shape or not query.is_cuda)
+        if module.layer_idx in self.shapes or not are_alike or query.shape[-1] != key.shape[-1]:
             raise NotImplementedError(
                 f"layer {module.layer_idx} attends twice, or its keys {tuple(key.shape)} are not shaped as its values "
                 f"{tuple(value.shape)}"
             )
-        self.shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], key.dtype)
+        self.shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
         return self._segments.attend(query, key, value, *how)
 
 
@@ -153,11 +146,12 @@ class Prefill:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         place = self.store.place_of_layer[module.layer_idx]
         self.store.keys[place][self.pages, :, self.offsets] = key[0].transpose(0, 1)
         self.store.values[place][self.pages, :, self.offsets] = value[0].transpose(0, 1)
-        return self.segments.attend(query, key, value, scale, window, softcap if self.store.softcaps else None)
+        return self.segments.attend(query, key, value, scale, window, softcap, sinks)
 
 
 @dataclass(frozen=True)
@@ -180,13 +174,15 @@ class DecodeStep:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         place = self.store.place_of_layer[module.layer_idx]
-        softcap = softcap if self.store.softcaps else None
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (rows, heads, width)
         if self.dense is not None:
-            return self.dense.attend(place, query, key, value, scale, window, softcap)[None]
+            return self.dense.attend(place, query, key, value, scale, window, softcap, sinks)[None]
         if runs_triton(query):
+            if sinks is not None:
+                raise NotImplementedError("attention sinks are not known to the decode kernel")
             from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
             return decode_attention_triton(
@@ -196,4 +192,4 @@ class DecodeStep:
         keys, values = self.store.keys[place], self.store.values[place]
         where = (self.table, self.positions, self.prefixes)
         write_token(keys, values, key, value, *where, self.remaining > 0)
-        return decode_attention(query.contiguous(), keys, values, *where, scale, window, softcap)[None]
+        return decode_attention(query.contiguous(), keys, values, *where, scale, window, softcap, sinks)[None]

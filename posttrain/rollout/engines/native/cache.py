@@ -21,15 +21,16 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of one token's keys (and values) in one layer."""
+    """Of one token's keys and values in one layer."""
 
     heads: int
-    width: int
+    key_width: int
+    value_width: int  # another one in latent attention (DeepSeek)
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        return 2 * self.heads * self.width * self.dtype.itemsize
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
 def pages_for(tokens: int) -> int:
@@ -67,9 +68,8 @@ class KeyValueStore:
     generation and comes back elsewhere.
     """
 
-    def __init__(self, shapes: dict[int, LayerShape], device: torch.device, softcaps: bool = True) -> None:
+    def __init__(self, shapes: dict[int, LayerShape], device: torch.device) -> None:
         self.shapes, self.device = shapes, device
-        self.softcaps = softcaps  # False: the model's own attention leaves out the soft-cap that its family has
         self.place_of_layer = {layer: place for place, layer in enumerate(shapes)}
         self.addresses = torch.zeros(len(shapes), 2, dtype=torch.int64, device=device)
         self.keys: list[Tensor] = []
@@ -89,9 +89,9 @@ class KeyValueStore:
 
     def grow(self, pages: int) -> None:
         """Room for `pages`; what is there stays. Layer by layer, so that at most one layer is there twice."""
-        for tensors in (self.keys, self.values):
+        for tensors, name in ((self.keys, "key_width"), (self.values, "value_width")):
             for place, shape in enumerate(self.shapes.values()):
-                new = torch.zeros(pages, shape.heads, PAGE, shape.width, dtype=shape.dtype, device=self.device)
+                new = torch.zeros(pages, shape.heads, PAGE, getattr(shape, name), dtype=shape.dtype, device=self.device)
                 if place < len(tensors):
                     new[: len(tensors[place])] = tensors[place]
                     tensors[place] = new

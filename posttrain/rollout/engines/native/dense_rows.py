@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from posttrain.models.attention.softmax import softmax_attention
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore
 
 SPARE_COLUMNS = 64
@@ -62,8 +63,9 @@ class DenseRows:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """(rows, heads, width) of the new tokens -> the same, in the layer at `place`."""
+        """(rows, heads, width) of the new tokens -> (rows, heads, width of values), in the layer at `place`."""
         rows, heads, width = query.shape
         keys, values = self._keys[place], self._values[place]
         keys[:, :, self.column] = key
@@ -72,11 +74,12 @@ class DenseRows:
         keys, values = keys[:, :, seen], values[:, :, seen]
         mask = None if self._mask is None else self._mask[..., seen].to(query.dtype)
         grouped = query.view(rows, keys.shape[1], -1, width)  # query heads of one key head, as if they were its tokens
-        if softcap:
-            found = _capped(grouped, keys, values, mask, scale, softcap)
+        if softcap or sinks is not None:
+            sinks = None if sinks is None else sinks.view(*grouped.shape[1:3], 1)
+            found = softmax_attention(grouped, keys, values, None if mask is None else mask == 0, scale, softcap, sinks)
         else:
             found = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return found.reshape(rows, heads, width)
+        return found.reshape(rows, heads, -1)
 
     def advance(self) -> None:
         """The step is done in all layers."""
@@ -101,10 +104,3 @@ class DenseRows:
 
 def columns_for(positions: Tensor, steps: int) -> int:
     return int(positions.max()) + max(steps, SPARE_COLUMNS)
-
-
-def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """softmax(cap tanh(scale q k / cap)) v."""
-    scores = softcap * torch.tanh((query @ keys.transpose(-1, -2)).float() * scale / softcap)
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    return weights.to(values.dtype) @ values

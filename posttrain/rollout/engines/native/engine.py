@@ -190,9 +190,7 @@ class NativeEngine:
         layers = innermost.config.get_text_config().num_hidden_layers
         if len(reader.shapes) != layers:
             raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
-        # transformers' SDPA attention leaves out soft-caps: then so does the policy that is being trained.
-        softcaps = innermost.config._attn_implementation != "sdpa"
-        program.store = KeyValueStore(reader.shapes, self.device, softcaps)
+        program.store = KeyValueStore(reader.shapes, self.device)
         return program
 
     def sampler(self, params: SamplingParams) -> Sampler:
@@ -254,12 +252,7 @@ class NativeSession:
     """One running batch."""
 
     def __init__(
-        self,
-        engine: NativeEngine,
-        params: SamplingParams,
-        program: Program,
-        graphs: StepGraphs | None,
-        pool: PagePool,
+        self, engine: NativeEngine, params: SamplingParams, program: Program, graphs: StepGraphs | None, pool: PagePool
     ) -> None:
         self.engine, self.params, self.program, self.graphs, self.pool = engine, params, program, graphs, pool
         self.scheduler = Scheduler(pool, engine.max_slots, engine.prefill_tokens)
@@ -301,6 +294,11 @@ class NativeSession:
     @property
     def in_flight(self) -> int:
         return self.scheduler.in_flight + len(self._failed)
+
+    @property
+    def used_share(self) -> float:
+        """Of the pages that there is memory for; page 0 is nobody's."""
+        return (self.pool.size - 1 - self.pool.free) / (self.budget - 1)
 
     def advance(self) -> list[tuple[int, Completion]]:
         finished, self._failed = self._failed, []
@@ -372,9 +370,8 @@ class NativeSession:
         lengths = [len(prefix.ids) for prefix in prefixes]
         places = [np.arange(length) for length in lengths]
         pages = [np.asarray(prefix.pages)[place // PAGE] for prefix, place in zip(prefixes, places)]
-        batch = collate([(prefix.sample,) for prefix in prefixes], ("text",), RAGGED, pixels=self.engine.pixels).to(
-            device
-        )
+        units = [(prefix.sample,) for prefix in prefixes]
+        batch = collate(units, ("text",), RAGGED, pixels=self.engine.pixels).to(device)
         pages, offsets = (
             torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
             for parts in (pages, [place % PAGE for place in places])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
+from posttrain.models.attention.ragged import can_be_replaced, install_ragged_attention, is_ragged, ragged_name
 from posttrain.models.load.adapters import is_prompt_learning
 from posttrain.models.scoring.probe import TOLERANCE, ordinary_tokens
 from posttrain.models.vision.features import family_of
@@ -26,11 +26,11 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def cached_attention(innermost: nn.Module) -> Iterator[None]:
     """The model attends through `models/attention` inside of the block; a model that does so already is left alone."""
     before = innermost.config._attn_implementation
-    if before == RAGGED_ATTENTION:
+    if is_ragged(before):
         yield
         return
     install_ragged_attention()
-    set_text_attention(innermost, RAGGED_ATTENTION)
+    set_text_attention(innermost, ragged_name(innermost))
     try:
         yield
     finally:
@@ -44,7 +44,7 @@ def why_not_by_config(model: nn.Module, innermost: nn.Module) -> str | None:
         return "it is an encoder-decoder"
     if is_prompt_learning(model):
         return "its adapter puts virtual tokens in front of every row"
-    if not getattr(innermost, "_supports_sdpa", False):
+    if not can_be_replaced(innermost, next(innermost.parameters()).is_cuda):
         return "its attention cannot be replaced by a function"
     other = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):

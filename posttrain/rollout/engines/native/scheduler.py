@@ -86,9 +86,8 @@ class Scheduler:
         self.pool, self.max_slots, self.prefill_tokens = pool, max_slots, prefill_tokens
         self.running: list[Running] = []
         self.preempted = 0
-        self.has_spare_pages = (
-            False  # pages for all that run or could join, to their ends: set by the owner of the memory
-        )
+        # pages for all that run or could join, to their ends: set by the owner of the memory
+        self.has_spare_pages = False
         self.changes = 0  # goes up whenever who runs, or on which pages, is not what it was
         self._waiting: deque[_Waiting] = deque()
         self._wanted: Counter[bytes] = Counter()  # waiting requests by prefix

@@ -16,14 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from posttrain.core.batch import PADDED
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
 from posttrain.models.attention.ragged import install_ragged_attention
 from posttrain.models.inference import evaluating, inference
-from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer, locate
+from posttrain.models.load.model import LoadOptions, innermost_model, load_pretrained, load_tokenizer, locate
 from posttrain.models.load.weight_export import exported_weights, weights_in_place
+from posttrain.models.scoring.token_scores import Measure, install_scores, likeliest_tokens, score_tokens
 from posttrain.rollout.engines.native.engine import NativeEngine, NativeSession
 from posttrain.rollout.engines.noise import noise_base
 from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
@@ -31,7 +36,16 @@ from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, Sampl
 from posttrain.rollout.engines.request import EndOfText, Request
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar
-from posttrain.serve.engine.protocol import LENGTH, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from posttrain.serve.engine.protocol import (
+    LENGTH,
+    AdapterRef,
+    CacheUse,
+    EngineInfo,
+    GenerateJob,
+    Job,
+    Progress,
+    ScoreJob,
+)
 from posttrain.serve.errors import EngineFailed
 from posttrain.serve.launch import StartError
 from posttrain.serve.launch import main as serve
@@ -50,6 +64,7 @@ class ServedNative:
         self, name: str, model: nn.Module, decode: Decode | None, load: Load | None, seed: int = 0, **engine: Any
     ) -> None:
         install_ragged_attention()
+        install_scores(innermost_model(model))
         self.model = model.requires_grad_(False).eval()
         self.engine = NativeEngine(self.model, decode, **engine)
         if reason := self.engine.why_not():
@@ -62,6 +77,7 @@ class ServedNative:
         self._jobs: dict[int, GenerateJob] = {}  # of the open session, by ticket
         self._open: tuple[SamplingParams, NativeSession] | None = None
         self._stack = ExitStack()
+        self.cache_use, self._preempted = CacheUse(0.0, 0), 0  # those of sessions that were closed
         self._checked: SamplingParams | None = None  # the latest way to draw that was asked for
         self._optional = frozenset(getattr(self.engine.innermost, "all_tied_weights_keys", None) or ()) - set(self._own)
         note = f"{homeless[0]} is made of others when it is sent: full weights cannot be loaded." if homeless else None
@@ -104,7 +120,7 @@ class ServedNative:
             Grammar(params, self.engine.decode, self.engine.vocabulary)
 
     def step(self) -> list[Progress]:
-        moved = [self._scored(self._scores.popleft())] if self._scores else []
+        moved = self._scored()
         session = self._session()
         if session is None:
             return moved
@@ -112,6 +128,7 @@ class ServedNative:
             moved.append(self._finished(self._jobs.pop(ticket), completion))
         for request in session.scheduler.requests():
             moved.append(self._running(self._jobs[request.ticket], request))
+        self.cache_use = CacheUse(session.used_share, self._preempted + session.scheduler.preempted)
         if not self._jobs:
             self._close_session()
         return moved
@@ -139,6 +156,9 @@ class ServedNative:
         return Prompt(job.ids, base=base, first_token=first, max_tokens=job.sampling.max_tokens)
 
     def _close_session(self) -> None:
+        if self._open is not None:
+            self._preempted += self._open[1].scheduler.preempted
+        self.cache_use = CacheUse(0.0, self._preempted)
         self._open = None
         self._stack.close()
 
@@ -158,18 +178,29 @@ class ServedNative:
         rule = DrawRule(**{name: getattr(job.sampling, name) for name in DrawRule.__dataclass_fields__})
         return Progress(job.job_id, ids, reason, logps, (), stopped, None, () if rule.is_plain else policy)
 
-    def _scored(self, job: ScoreJob) -> Progress:
-        ids = torch.tensor(job.ids, device=self.engine.device)
+    def _scored(self) -> list[Progress]:
+        """The first of those that wait, as many as fit into one pass."""
+        if not self._scores:
+            return []
+        jobs, longest = [], 0
+        while self._scores:
+            longest = max(longest, len(self._scores[0].ids))
+            if jobs and (len(jobs) + 1) * longest > self.engine.prefill_tokens:
+                break
+            jobs.append(self._scores.popleft())
+        samples = [Sample(np.array(job.ids), np.arange(len(job.ids)) >= job.start) for job in jobs]
+        batch = collate([(one,) for one in samples], ("text",), PADDED).to(self.engine.device)
+        count = min(max(job.top_k for job in jobs), self.engine.vocabulary)
+        likeliest = Measure(functools.partial(likeliest_tokens, count=count), (batch.targets,))
         with inference(self.engine.device), evaluating(self.model):
-            rows = (
-                self.model(input_ids=ids[None], use_cache=False).logits[0, job.start - 1 : -1].float().log_softmax(-1)
-            )
-        own = rows.gather(1, ids[job.start :, None])[:, 0].tolist()
-        top: list[list[tuple[int, float]]] = []
-        if job.top_k:
-            likeliest = rows.topk(min(job.top_k, rows.shape[1]), -1)
-            top = [[*zip(*place)] for place in zip(likeliest.indices.tolist(), likeliest.values.tolist())]
-        return Progress(job.job_id, job.ids[job.start :], LENGTH, own, top)
+            found = score_tokens(self.model, batch, measures={"top": likeliest} if count else None)
+        counts = batch.counts.tolist()
+        logps = found.logps.split(counts)
+        tops = found.stats["top"].split(counts) if count else [None] * len(jobs)
+        return [
+            Progress(job.job_id, job.ids[job.start :], LENGTH, own.tolist(), _likeliest(top, job.top_k))
+            for job, own, top in zip(jobs, logps, tops)
+        ]
 
     def abort(self, job_ids: Sequence[str]) -> None:
         gone = set(job_ids)
@@ -237,6 +268,14 @@ class ServedNative:
 
     def close(self) -> None:
         self._close_session()
+
+
+def _likeliest(found: Tensor | None, count: int) -> list[list[tuple[int, float]]]:
+    """The first `count` of each place, of what `likeliest_tokens` has found."""
+    if not count or found is None:
+        return []
+    ids, logps = found.chunk(2, -1)
+    return [[*zip(*place)] for place in zip(ids[:, :count].long().tolist(), logps[:, :count].tolist())]
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
+from posttrain.models.inference import body_of
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.models.triton_support import runs_triton
 from posttrain.models.vision.features import family_of, image_features
@@ -96,7 +97,7 @@ class DecodeProgram(Program):
 
     def __init__(self, innermost: nn.Module, store: KeyValueStore, rows: Rows) -> None:
         self.innermost, self.store, self.rows = innermost, store, rows
-        self.body = getattr(innermost, innermost.base_model_prefix)
+        self.body = body_of(innermost)
         self.placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.device.device)
         family = family_of(innermost)
         self.has_axes = family is not None and family.three_axis_positions

@@ -305,8 +305,16 @@ class Fleet:
             or max(member.refusals, member.failed_starts) >= FAILED_TRIES
             or type(error) is ServerError
         )
+        turns_away = unrecoverable and member.info is None  # it joins, and would be refused again and again
         with self._changed:
-            if str(error) != member.why:
+            if turns_away:
+                self.members = [one for one in self.members if one is not member]
+                log.warning(
+                    "The server %s cannot join, and is not asked again before its entry is taken out and put back: %s",
+                    member.name,
+                    error,
+                )
+            elif str(error) != member.why:
                 log.warning("The server %s is not back yet: %s", member.name, error)
             member.why = str(error)
             member.unrecoverable = error if unrecoverable else member.unrecoverable
@@ -403,7 +411,7 @@ class Fleet:
             found = f"{member.name} serves version {info.version} ({state}) instead of {target.version}"
             if target.follows:
                 raise ServerGone(f"{found}; the process that sends the weights has to send them again.")
-            if target.specs:
+            if target.specs or member.info is None:  # one that joins before the first update waits for it
                 raise ServerGone(f"{found}; the weights are not in host memory, or not yet, to be sent again.")
             raise ServerRefused(f"{found}, and this trainer has sent none that it could send again.", 400)
         member.client.refuse_if_not_offered(kept, info)
