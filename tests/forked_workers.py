@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from posttrain.core import faults
 from posttrain.rollout.feed import child as program
 from posttrain.rollout.feed.processes import WorkerProcesses, _Handle
-from posttrain.rollout.feed.remote import OTHERS
+from posttrain.rollout.feed.remote import OTHERS, packed
 from tests.forked import ForkedProgram, _end_with_the_parent, _set_environment, _start, context, freeze
 
 
@@ -72,7 +71,7 @@ def _work(descriptors: Descriptors, plan: bytes, environment: Mapping[str, str])
     faults.arm(environment.get(faults.VARIABLE))
     number, fixed, *places = descriptors.numbers
     try:
-        program.work(program.FeedOverSocket(number), lambda: (pickle.loads(plan), fixed, places))
+        program.work(program.FeedOverSocket(number), lambda: (*pickle.loads(plan), fixed, places))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -85,7 +84,7 @@ def launch(workers: WorkerProcesses, child: Any, plan: Any) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OTHERS}
     descriptors = [its.fileno(), workers.fixed.descriptor, *(arena.descriptor for arena in workers.arenas)]
     with its:
-        child.handle = _Handle(ForkedWorker(descriptors, cloudpickle.dumps(plan), environment), ours)
+        child.handle = _Handle(ForkedWorker(descriptors, packed(plan), environment), ours)
 
 
 def use() -> None:

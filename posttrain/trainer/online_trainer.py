@@ -59,7 +59,7 @@ from posttrain.trainer.online.rollout_metrics import as_tensors, placeholder_met
 from posttrain.trainer.online.vllm_setup import (
     PromptImages,
     refuse_correction_without_logps,
-    refuse_given_servers,
+    refuse_given_engine,
     refuse_images_in_vllm,
     show_images,
     vllm_engine,
@@ -142,7 +142,7 @@ class OnlineTrainer(BaseTrainer):
         )
         if self.rewards.compares_groups:
             self.args.refuse_lone_completions(self.rewards.names[0])
-        refuse_given_servers(engine, self.args)
+        refuse_given_engine(engine, self.args)
         fit_memory(self)
         self.shown_images = self._shown_images() if self.args.use_vllm or engine is not None else None
         self.engine = engine if engine is not None else self._make_engine()

@@ -39,6 +39,7 @@ def kernel(
     scale: float | None, window_size_left: int, window_size_right: int,
 ) -> tuple[Tensor]:  # fmt: skip
     """What FlashAttention-2 documents: windows are aligned at the bottom right, -1 is no limit, causal is nothing to the right."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     parts = []
     for (a, b), (c, d) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
         assert b - a <= max_q
@@ -56,11 +57,12 @@ def kernel(
 
 
 @settings(max_examples=60)
-@given(segments=SEGMENTS, window=st.sampled_from([None, 3, 5, 8]))
-def test_two_varlen_calls_are_the_masked_loop(segments: Any, window: int | None) -> None:
+@given(segments=SEGMENTS, window=st.sampled_from([None, 3, 5, 8]), narrower=st.sampled_from([0, 3]))
+def test_two_varlen_calls_are_the_masked_loop(segments: Any, window: int | None, narrower: int) -> None:
     blocks, bounds = laid_out(segments)
     torch.manual_seed(0)
-    heads = [torch.randn(1, n, len(blocks), 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
+    widths = ((4, 8), (2, 8), (2, 8 - narrower))  # values of latent attention are narrower
+    heads = [torch.randn(1, n, len(blocks), width, dtype=torch.float64, requires_grad=True) for n, width in widths]
     images, longest = ImageBlocks.of(blocks, bounds), int(bounds.diff().max())
     loop = segment_attention(*heads, bounds, longest, None, 0.0, window, images)
     theirs = torch.autograd.grad(loop.square().sum(), heads)

@@ -54,6 +54,8 @@ class ScriptedEngine:
 class ScriptedSession:
     """Prompts in, scripted completions out, a few at a time."""
 
+    room = None
+
     def __init__(self, engine: ScriptedEngine, params: SamplingParams) -> None:
         self._engine, self._params = engine, params
         self._waiting: list[tuple[int, Prompt]] = []

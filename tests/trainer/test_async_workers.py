@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain.rollout.feed import remote
+from posttrain.rollout.engines.native.engine import NativeSession
+from posttrain.rollout.feed import feed, remote
+from posttrain.rollout.feed.ledger import Ledger
 from tests.forked_workers import LAUNCHED, forked_workers  # noqa: F401
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
 
@@ -87,6 +89,44 @@ def test_two_processes_write_what_a_thread_does(tmp_path, inline):
     same(run(tmp_path, rollout_workers=2, **EXACT), tmp_path, inline)
 
 
+class Issued(Ledger):
+    """Who was issued what."""
+
+    def __init__(self):
+        super().__init__()
+        self.workers, Issued.last = [], self
+
+    def issue(self, number, worker, *how):
+        self.workers.append(worker)
+        return super().issue(number, worker, *how)
+
+
+@forked
+def test_what_begins_is_dealt_out_to_all_workers(tmp_path, monkeypatch):
+    """Whoever asked first got everything, and the other GPUs stood still until the next step."""
+    monkeypatch.setattr(feed, "Ledger", Issued)
+    free = {"async_rollouts": True, "async_order": "window", "async_lead": 3, "max_steps": 2}
+    run(tmp_path, rollout_workers=2, **free)
+    assert sorted(Issued.last.workers[:8]) == ["worker-0"] * 4 + ["worker-1"] * 4
+
+
+@pytest.mark.parametrize("slots", [4, 8, 64])
+def test_no_more_begins_than_the_engine_has_room_for(tmp_path, monkeypatch, slots):
+    """Four completions a group, and eight groups may begin. Up to three completions wait in the engine: no slot is empty."""
+    most, add = [0], NativeSession.add
+
+    def counted(session, prompt):
+        ticket = add(session, prompt)
+        most[0] = max(most[0], session.in_flight)
+        return ticket
+
+    monkeypatch.setattr(NativeSession, "add", counted)
+    free = {"async_rollouts": True, "async_order": "window", "async_lead": 3, "max_steps": 2}
+    run(tmp_path, max_rollout_slots=slots, **free)
+    assert slots <= most[0] <= slots + 3 or most[0] == 32
+    assert len({row["group"] for row in written(tmp_path)}) == 4
+
+
 @forked
 @pytest.mark.slow
 def test_adapters_and_frozen_weights_reach_a_process(tmp_path):
@@ -143,6 +183,21 @@ def test_a_worker_that_cannot_live_ends_the_run_with_a_sentence(tmp_path):
 
     with pytest.raises(RuntimeError, match=r"Rollout worker-0 ended 3 times in a row, the last time with -9"):
         attacked(tmp_path, kill, every=0.05, rollout_workers=1, **EXACT)
+    assert no_children()
+
+
+def test_what_cannot_be_sent_to_a_worker_is_named(tmp_path):
+    lock = threading.Lock()
+
+    def episodes(rows, requests, params):
+        return lock
+
+    made = trainer(tmp_path, odd_sums, rollout_engine="native", rollout_workers=1, **EXACT)
+    made.collector.writer.episodes = episodes
+    with pytest.raises(
+        ValueError, match=r"`rollout_workers`: what makes episodes cannot be sent .*lock.* a thread writes"
+    ):
+        made.train()
     assert no_children()
 
 

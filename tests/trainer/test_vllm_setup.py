@@ -26,7 +26,7 @@ from posttrain.trainer.online.vllm_setup import (
     _sends_adapter,
     client_of,
     refuse_correction_without_logps,
-    refuse_given_servers,
+    refuse_given_engine,
     refuse_images_in_vllm,
     refuse_servers_without_images,
     shared_gpu_notes,
@@ -237,7 +237,7 @@ def test_under_deepspeed_servers_alone_write(cls, use_vllm, said, monkeypatch):
         made._make_engine()
 
 
-def test_servers_that_were_given_are_refused_where_all_processes_gather_the_weights(monkeypatch, tmp_path):
+def test_engines_that_were_given_are_refused_where_all_processes_gather_the_weights(monkeypatch, tmp_path):
     """Process 0 would wait for the others in the first gather, and they for its outcome."""
     with ServedVLLM([FakeClient("fake")], export=list) as engine:
         made = lambda: vllm_runs.trainer("grpo", tmp_path, engine=engine)  # noqa: E731
@@ -246,9 +246,13 @@ def test_servers_that_were_given_are_refused_where_all_processes_gather_the_weig
         with pytest.raises(ValueError, match=r"given .ServedVLLM. sends .* set `use_vllm=True, vllm_mode='server'`"):
             made()
         with pytest.raises(ValueError, match="from one process"):
-            refuse_given_servers(engine, SimpleNamespace(sharding="fsdp"))
+            refuse_given_engine(engine, SimpleNamespace(sharding="fsdp"))
         own = SimpleNamespace(is_foreign=True)  # an engine of each process
-        refuse_given_servers(own, SimpleNamespace(sharding="fsdp"))
+        refuse_given_engine(own, SimpleNamespace(sharding="fsdp"))
+        native = SimpleNamespace(model=tiny.causal_lm())
+        with pytest.raises(ValueError, match=r"reads the model's weights in place, .* Leave `engine` out"):
+            refuse_given_engine(native, SimpleNamespace(sharding="fsdp"))
+        refuse_given_engine(native, SimpleNamespace(sharding=None))
 
 
 # ---- images ------------------------------------------------------------------------------------------------------------

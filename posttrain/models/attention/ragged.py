@@ -142,7 +142,8 @@ def ragged_attention(
             raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
         given = (query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout)
         if flash_can_run(query) and not softcap and s_aux is None:
-            return shared_prefix_flash(*given).unsqueeze(0), None
+            given = (query, key, as_wide(value, query), *given[3:])
+            return as_narrow(shared_prefix_flash(*given), value).unsqueeze(0), None
         return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
     how = (scaling, dropout, sliding_window, image_blocks, softcap, s_aux)
     return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, *how), None
@@ -181,7 +182,7 @@ def segment_attention(
     """
     reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
     if reaches and flash_can_run(query) and not softcap and sinks is None:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, as_wide(value, query)))
         left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         output = torch.ops.aten._flash_attention_forward(
             q, k, v, bounds, bounds, longest, longest, dropout, True, False,
@@ -189,7 +190,7 @@ def segment_attention(
         )[0]  # fmt: skip
         if image_blocks is not None:
             output = seen_whole(output, (q, k, v), image_blocks, scaling, dropout, sliding_window)
-        return output.unsqueeze(0)
+        return as_narrow(output, value).unsqueeze(0)
     parts = []
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
@@ -203,6 +204,18 @@ def segment_attention(
 def flash_can_run(query: Tensor) -> bool:
     width = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+
+
+def as_wide(value: Tensor, query: Tensor) -> Tensor:
+    """Values of latent attention are narrower than its queries, and flash wants one width: zeros besides change nothing."""
+    narrower = query.shape[-1] - value.shape[-1]
+    return nn.functional.pad(value, (0, narrower)) if narrower > 0 else value
+
+
+def as_narrow(output: Tensor, value: Tensor) -> Tensor:
+    """Without what `as_wide` has added."""
+    width = value.shape[-1]
+    return output if output.shape[-1] == width else output[..., :width].contiguous()  # some families view it
 
 
 def _segment_mask(

@@ -136,6 +136,10 @@ class Session(Protocol):
     def in_flight(self) -> int:
         """Prompts that were added and not handed over yet."""
 
+    @property
+    def room(self) -> int | None:
+        """How many more prompts it would begin with at once; None: it takes any number, and queues them elsewhere."""
+
 
 class RolloutEngine(Protocol):
     """Something that completes prompts."""

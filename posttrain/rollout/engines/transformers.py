@@ -153,6 +153,10 @@ class PlainSession:
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._failed)
 
+    @property
+    def room(self) -> int:
+        return max(self._engine.batch_size - len(self._waiting), 0)
+
     def advance(self) -> list[tuple[int, Completion]]:
         finished, self._failed = self._failed, []
         if self._waiting:

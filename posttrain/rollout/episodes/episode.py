@@ -62,16 +62,18 @@ class RunningEpisodes:
         self.session = session
         self._writing: dict[int, _Joined] = {}  # by ticket of the session
         self._waiting: list[_Joined] = []  # for somebody else, or for the session
+        self.joining = 0  # of those, who has not been asked yet
 
     def __bool__(self) -> bool:
         return bool(self._writing or self._waiting)
 
     def add(self, episode: Episode, on_finished: Callable[[Rollout], None]) -> None:
         self._waiting.append((episode, on_finished))
+        self.joining += 1
 
     def advance(self) -> None:
         """Start what can start, write some, and hand over what is over. Short where everybody waits for tools."""
-        still_waiting = []
+        still_waiting, self.joining = [], 0
         for episode, on_finished in self._waiting:
             prompt = episode.prompt()
             if prompt is not None:

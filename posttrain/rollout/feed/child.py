@@ -33,6 +33,7 @@ from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.episodes.environment import Environments
 from posttrain.rollout.feed.arena import Arena, Layout
 from posttrain.rollout.feed.board import NEWEST
+from posttrain.rollout.feed.feed import MANY
 from posttrain.rollout.feed.group import Work, rollouts_tree
 from posttrain.rollout.feed.played import AskedHere
 from posttrain.rollout.feed.worker import CONTINUE, ReadInPlace, RolloutWorker, Writing
@@ -84,8 +85,8 @@ class RemoteFeed(ABC):
         self.stopped, found = pickle.loads(answer)
         return found
 
-    def pull(self, worker: str, label: int) -> list[Work]:
-        found = self.ask("pull", label=label)
+    def pull(self, worker: str, label: int, most: int = MANY) -> list[Work]:
+        found = self.ask("pull", label=label, most=most)
         self.rows |= {work.number: known for work, *known in found}
         return [work for work, *_ in found]
 

@@ -17,14 +17,16 @@ from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.idle import IdleTimes
 from posttrain.rollout.feed.journal import Journal, Key
 from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
-from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
+from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, fair_share, may_begin, next_window
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
 TELL_SECONDS = 5.0  # how long whoever waits keeps from other processes that he does
+GATHER_SECONDS = 60.0  # for which workers that were started and have not asked yet have their share kept for them
 SAY_SECONDS = 10.0  # without a group, after which the log says who is waited for; then after twice as long
 STALE, ZERO_VARIANCE = "stale", "zero_variance"
+MANY = 2**31
 Found = TypeVar("Found")
 
 
@@ -54,6 +56,7 @@ class Feed:
         self.waited = 0.0  # seconds that the trainer waited for the last window
         self.stopped = False
         self.while_waiting: Callable[[], None] | None = None  # called every few seconds by whoever waits
+        self._expected, self._expected_until = 1, 0.0  # workers that were started together
         self._round = 0  # of the last window: how often groups of it were replaced
         self._first_readable = 0  # number; a stream was read past what came before
         self._taken_before: dict[Key, dict[str, Any]] = {}  # what a run before this one took, from the journal
@@ -202,9 +205,14 @@ class Feed:
 
     # ---- the workers' side -------------------------------------------------------------------------------------------
 
-    def pull(self, worker: str, label: int, most: int = 2**31) -> list[Work]:
-        """Up to `most` groups for a worker whose weights have this label. Nothing begins with weights that others have replaced:
-        what begins is counted by how far the training is, and would be older than that count says."""
+    def expect(self, workers: int) -> None:
+        """So many were started just now."""
+        with self._changed:
+            self._expected, self._expected_until = workers, self.clock() + GATHER_SECONDS
+
+    def pull(self, worker: str, label: int, most: int = MANY) -> list[Work]:
+        """Up to `most` groups for a worker whose weights have this label, and up to its share of all. Nothing begins with weights
+        that others have replaced: what begins is counted by how far the training is, and would be older than that count says."""
         with self._changed:
             self._plan()
             waiting = sorted(self.ledger.numbers(PLANNED))
@@ -212,9 +220,11 @@ class Feed:
                 waiting = self._next_batch(label)
             elif label < self.published:
                 return []
+            else:
+                most = min(most, self._share(worker, len(waiting)))
             if self.pace.most_in_flight is not None:
-                most = min(most, max(self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)), 0))
-            now = self.clock()
+                most = min(most, self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)))
+            most, now = max(most, 0), self.clock()
             issue, written_again = self.ledger.issue, self._finished_beside(waiting[:most])
             issued = [
                 Work(number, issue(number, worker, label, now, self.lease_seconds), label, *self.prompt_of(number))
@@ -223,6 +233,12 @@ class Feed:
             issued += [Work(number, 0, label, *self.prompt_of(number), counts=False) for number in written_again]
             self.idle.note(worker, not self.ledger.holds(worker), now)
             return sorted(issued, key=lambda work: work.number)
+
+    def _share(self, worker: str, waiting: int) -> int:
+        expected = self._expected if self.clock() < self._expected_until else 1
+        workers = max(len(self.idle) + (worker not in self.idle), expected)
+        issued, held = self.ledger.numbers(ISSUED), self.ledger.held_by(worker)
+        return fair_share(waiting + len(issued), len(held), workers)
 
     def _finished_beside(self, numbers: list[int]) -> list[int]:
         """In order: what was begun at once with these and is finished, where a worker died in between. Without it they would be

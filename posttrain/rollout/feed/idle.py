@@ -16,6 +16,13 @@ class IdleTimes:
         self._both_since: float | None = None  # when it was last seen training while a worker had a group
         self._both = 0.0
 
+    def __len__(self) -> int:
+        """Workers that are there."""
+        return len(self._since)
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._since
+
     def note(self, worker: str, is_idle: bool, now: float) -> None:
         since = self._since.get(worker)
         if since is not None:

@@ -59,6 +59,12 @@ def may_begin(pace: Pace, begun: int, dropped: int, trained: int, lead: float) -
     return max(math.floor((trained + 1 + lead) * pace.groups) + dropped - begun, 0)
 
 
+def fair_share(unfinished: int, held: int, workers: int) -> int:
+    """How many more of the `unfinished` groups, issued or waiting, a worker that holds `held` of them may take: equal parts, so
+    that whoever asks first does not leave the others without work."""
+    return max(math.ceil(unfinished / workers) - held, 0)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The numbers of the next window, in their order, or what it waits for."""

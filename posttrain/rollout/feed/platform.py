@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from posttrain.rollout.feed.board import Board
-from posttrain.rollout.feed.feed import Feed
+from posttrain.rollout.feed.feed import MANY, Feed
 from posttrain.rollout.feed.group import Work
 
 THREAD = "posttrain rollouts"
@@ -47,9 +47,9 @@ class Seat:
     def stopped(self) -> bool:
         return self.feed.stopped or self.must_go or (self.leaves and not self.feed.holds(self.name))
 
-    def pull(self, worker: str, label: int) -> list[Work]:
+    def pull(self, worker: str, label: int, most: int = MANY) -> list[Work]:
         self.has_begun = True
-        return [] if self.leaves else self.feed.pull(self.name, label)
+        return [] if self.leaves else self.feed.pull(self.name, label, most)
 
     def label_for(self, label: int) -> int | None:
         return self.feed.label_for(label)
@@ -86,6 +86,7 @@ class Threads:
         self._begun = 0
 
     def start(self) -> None:
+        self.feed.expect(self.count)
         made = [self._make() for _ in range(self.count)]  # engines first: they take memory, and may raise
         for name in made:
             self.threads[name][1].start()

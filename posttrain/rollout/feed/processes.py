@@ -13,12 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import cloudpickle
-
 from posttrain import core
 from posttrain.rewards.runtime.frames import frame, read_frame, write_all
 from posttrain.rollout.feed.child import Blueprint
-from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers
+from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers, packed
 
 
 @dataclass
@@ -34,6 +32,7 @@ class WorkerProcesses(RemoteWorkers):
         environment = {name: value for name, value in os.environ.items() if name not in OTHERS}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
         places = [arena.descriptor for arena in self.arenas]
+        given = packed(plan, self.fixed.descriptor, places)
         with its:
             popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "posttrain.rollout.feed.child", str(its.fileno()), str(os.getpid())],
@@ -42,7 +41,6 @@ class WorkerProcesses(RemoteWorkers):
                 start_new_session=True,
             )
         child.handle = _Handle(popen, ours)
-        given = cloudpickle.dumps((plan, self.fixed.descriptor, places))
         with contextlib.suppress(BrokenPipeError):  # it has ended already: whoever reads its socket sees that
             write_all(ours.fileno(), frame(pickle.dumps(sys.path)) + frame(given))
 

@@ -26,12 +26,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from posttrain.rollout.feed.child import BEAT_SECONDS, Blueprint, RemoteFeed, run
 from posttrain.rollout.feed.group import Work
-from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers
+from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers, packed
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ class Writer:
         import ray
 
         try:
-            run(self.feed, replace(pickle.loads(plan), name=name), fixed, lambda place: ray.get(self.weights[0]))
+            run(self.feed, replace(*pickle.loads(plan), name=name), fixed, lambda place: ray.get(self.weights[0]))
         except BaseException as error:
             self.feed.stop(error)
         finally:
@@ -226,7 +225,7 @@ class RayWorkers(RemoteWorkers):
 
     def _launch(self, child: Child, plan: Blueprint) -> None:
         if self.plan_there is None:
-            self.plan_there = self.ray.put(cloudpickle.dumps(plan))
+            self.plan_there = self.ray.put(packed(plan))
         actor = self.actor.remote(sys.path, self.plan_there, child.name, self.fixed_there)
         child.handle = _Actor(actor, actor.exchange.remote(None, []))
 

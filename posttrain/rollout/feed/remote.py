@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_MESSAGE = 2**30  # bytes of a group
 SILENT_SECONDS = 10.0  # without a sign of life
-START_SECONDS = 300.0  # to import, and to get the weights
+START_SECONDS = 150.0  # to import, and to get the weights
+"""Shorter than `heartbeat_stale_after_s` is by default, so that another can take the place of one that hangs while it starts."""
 STOP_SECONDS = 5.0  # to end after it was killed
 DEATHS_IN_A_ROW = 3  # of one worker, without a group in between: another would die as well
 POLL_SECONDS = 0.005
@@ -60,7 +62,7 @@ OTHERS = (
 MESSAGES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "beat": {"leaves": bool},
     "hello": {"process": int, "host": str},
-    "pull": {"label": int},
+    "pull": {"label": int, "most": int},
     "label_for": {"label": int},
     "give_back": {},
     "wait": {},
@@ -112,6 +114,28 @@ def without_weights(model: nn.Module) -> nn.Module:
             del hooks[number]
         module.__dict__.pop("_output_capturing_hooks_installed", None)
     return made
+
+
+def packed(plan: Blueprint, *beside: Any) -> bytes:
+    """As a worker is handed it, with what goes beside it."""
+    try:
+        return cloudpickle.dumps((plan, *beside))
+    except Exception as error:  # every type refuses to be pickled in its own way
+        parts = {"the model": plan.model, "the engine": plan.make_engine, "the environments": plan.environments}
+        parts |= {"what makes episodes": plan.writing["episodes"]}
+        named = next((name for name, part in parts.items() if not _can_be_packed(part)), "the plan of a worker")
+        raise ValueError(
+            f"`rollout_workers`: {named} cannot be sent to another process ({type(error).__name__}: {error}). Make it of what can "
+            "be pickled (no open file, lock or thread, nor the trainer), or leave `rollout_workers` out, and a thread writes."
+        ) from error
+
+
+def _can_be_packed(part: Any) -> bool:
+    try:
+        cloudpickle.dumps(part)
+    except Exception:
+        return False
+    return True
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
@@ -198,6 +222,7 @@ class RemoteWorkers(ABC):
     # ---- start and end -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.feed.expect(len(self.devices))
         for _ in self.devices:
             self.join()
         self.watch.start()
@@ -321,8 +346,8 @@ class RemoteWorkers(ABC):
         child.process = process
         logger.info("Rollout %s is process %d of %s.", child.name, process, host)
 
-    def _on_pull(self, child: Child, label: int) -> list[tuple[Work, Any, list[str]]]:
-        given = child.seat.pull(child.name, label)
+    def _on_pull(self, child: Child, label: int, most: int) -> list[tuple[Work, Any, list[str]]]:
+        given = child.seat.pull(child.name, label, most)
         child.issued |= {work.number: work for work in given if work.counts}
         return [(work, self.sent(self.writing.row_of(work)), self._authors(work)) for work in given]
 

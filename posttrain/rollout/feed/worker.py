@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from posttrain.core import faults
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
 from posttrain.rollout.episodes.episode import IDLE_SECONDS, Episode, RunningEpisodes
 from posttrain.rollout.episodes.writing import MakeEpisodes, given_rollout
+from posttrain.rollout.feed.feed import MANY
 from posttrain.rollout.feed.group import Work
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import DATASET, POLICY, Request, Rollout
@@ -81,7 +83,7 @@ class WorkSource(Protocol):
 
     stopped: bool
 
-    def pull(self, worker: str, label: int) -> list[Work]: ...
+    def pull(self, worker: str, label: int, most: int = ...) -> list[Work]: ...
 
     def label_for(self, label: int) -> int | None: ...
 
@@ -101,7 +103,7 @@ class Writing:
     episodes: MakeEpisodes
     author_of: Callable[[Request], str]
     generations: int
-    in_batches: bool = False  # what a worker was given at once is written before it is given more
+    in_batches: bool = False  # a worker takes all that it is given at once, and writes it before it is given more
 
 
 @dataclass
@@ -166,7 +168,7 @@ class RolloutWorker:
                     if self.in_flight == RESTART and self.feed.label_for(self.weights.label) is not None:
                         return self._abandon()
                     self._change_weights(session)
-                    self._begin_all(running)
+                    self._begin_all(running, session.room)
                     running.advance()
                     self.poll()
         finally:
@@ -193,10 +195,18 @@ class RolloutWorker:
 
     # ---- groups ------------------------------------------------------------------------------------------------------
 
-    def _begin_all(self, running: RunningEpisodes | None) -> None:
+    def _begin_all(self, running: RunningEpisodes | None, room: int | None = 1) -> None:
+        """As many groups as the engine has room for: where its memory is full, and completions wait or were put back, none begins
+        until they run. What waits here would only grow older, and another worker might have written it."""
         if self._is_waiting_to_change or (self.writing.in_batches and self._open):
             return
-        for work in self.feed.pull(self.name, self.weights.label):
+        most = MANY
+        if room is not None and not self.writing.in_batches:  # before there is a session, one group, which opens it
+            joining = 0 if running is None else running.joining
+            most = math.ceil((room - joining) / self.writing.generations)
+        if most < 1:
+            return
+        for work in self.feed.pull(self.name, self.weights.label, most):
             faults.fault_point("generate")
             opened = self._open[work.number] = _Open(work, [None] * self.writing.generations)
             if running is not None:

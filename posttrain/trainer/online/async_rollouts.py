@@ -201,8 +201,8 @@ class AsyncRollouts(TrainerCallback):
         self.feed.trained(step)
         episodes = run.collector.writer.episodes
         row_of = lambda work: self._row(work.row)  # noqa: E731
-        is_exact = args.async_order == IN_ORDER
-        writing = Writing(row_of, self.params, episodes, run.author_in_training, args.num_generations, is_exact)
+        at_once = args.async_order == IN_ORDER or not self.is_ahead  # its last bits depend on what is written beside it
+        writing = Writing(row_of, self.params, episodes, run.author_in_training, args.num_generations, at_once)
         judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
         if args.rollout_workers is None:

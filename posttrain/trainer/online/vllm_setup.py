@@ -205,10 +205,17 @@ def _served(
     return engine, export if is_fully_sharded else None
 
 
-def refuse_given_servers(engine: Any, args: OnlineConfig) -> None:
-    """Of a sharded model all processes gather each tensor together, and an engine that somebody else has made reads its export in
-    process 0 alone, which would wait for the others indefinitely."""
-    if args.sharding is not None and hasattr(engine, "follow"):
+def refuse_given_engine(engine: Any, args: OnlineConfig) -> None:
+    """Of a sharded model all processes gather each tensor together. A server that somebody else has made reads its export in
+    process 0 alone, which would wait for the others indefinitely; an engine that reads weights in place would find pieces."""
+    if args.sharding is None:
+        return
+    if isinstance(getattr(engine, "model", None), nn.Module):
+        raise ValueError(
+            f"The engine that this run was given ({type(engine).__name__}) reads the model's weights in place, and here each "
+            "process has pieces of them. Leave `engine` out (`rollout_engine` chooses a kind): the trainer's gathers them first."
+        )
+    if hasattr(engine, "follow"):
         raise ValueError(
             f"The engine that this run was given ({type(engine).__name__}) sends the weights from one process, and here they lie "
             "in pieces on all of them. Leave `engine` out, start servers beforehand, and set `use_vllm=True, vllm_mode='server'` "

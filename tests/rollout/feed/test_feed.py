@@ -16,7 +16,7 @@ from posttrain.core.sample import Sample
 from posttrain.rewards.runtime.results import RewardFailure, RewardResults
 from posttrain.rollout.collector import Written
 from posttrain.rollout.feed.board import Board
-from posttrain.rollout.feed.feed import Feed
+from posttrain.rollout.feed.feed import GATHER_SECONDS, Feed
 from posttrain.rollout.feed.group import Group, joined_groups
 from posttrain.rollout.feed.journal import WINDOWS, Journal
 from posttrain.rollout.feed.ledger import LATE
@@ -124,6 +124,32 @@ def test_in_order_each_block_is_for_the_weights_of_its_label():
     assert made.label_for(1) == 0, "what a dead worker held is written by its own label"
     assert made.oldest_label() == 0
     assert [work.attempt for work in made.pull("c", 0)] == [2] * 4
+
+
+def test_whoever_asks_first_leaves_the_others_their_share():
+    """Eight groups and three workers: the first got all of them, and two engines stood still."""
+    now = [0.0]
+    made = feed(Pace(4), lead=1.0, clock=lambda: now[0])
+    made.expect(3)
+    assert [work.number for work in made.pull("a", 0)] == [0, 1, 2]
+    assert [work.number for work in made.pull("b", 0)] == [3, 4, 5]
+    assert made.pull("a", 0) == []
+    now[0] = GATHER_SECONDS + 1  # the third was never started: two share
+    assert [work.number for work in made.pull("a", 0)] == [6]
+    assert [work.number for work in made.pull("b", 0)] == [7]
+    for number in (0, 1, 2, 6):
+        made.finish(group(number))
+    made.give_back("b")
+    assert len(made.pull("a", 0)) == 4, "who is left writes everything"
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_shares_are_equal_and_leave_nothing(groups, workers):
+    made = feed(Pace(groups), lead=0.0)
+    made.expect(workers)
+    taken = [len(made.pull(str(worker), 0)) for worker in range(workers)]
+    assert sum(taken) == groups
+    assert max(taken) <= -(-groups // workers)
 
 
 def test_a_result_that_comes_too_late_is_counted_and_not_used():

@@ -97,7 +97,7 @@ def group(work, **changes):
 
 
 def begun(workers):
-    ask(workers, call="pull", label=0)
+    ask(workers, call="pull", label=0, most=9)
     work = workers.children[0].issued[0]
     return [*astuple(work)]
 

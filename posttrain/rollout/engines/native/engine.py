@@ -296,6 +296,11 @@ class NativeSession:
         return self.scheduler.in_flight + len(self._failed)
 
     @property
+    def room(self) -> int:
+        """None while somebody waits, for a slot or for pages: what was put back goes first."""
+        return 0 if self.scheduler.is_waiting else self.engine.max_slots - self.scheduler.in_flight
+
+    @property
     def used_share(self) -> float:
         """Of the pages that there is memory for; page 0 is nobody's."""
         return (self.pool.size - 1 - self.pool.free) / (self.budget - 1)

@@ -342,6 +342,8 @@ class Stall:
 class ColocatedSession:
     """Prompts go to vLLM as they are added; each `advance` steps it until one of them has finished."""
 
+    room = None
+
     def __init__(self, owner: ColocatedVLLM, params: SamplingParams, number: int) -> None:
         refuse_unknown_to_vllm(params)
         if params.regex is not None and not owner.has_tokenizer:

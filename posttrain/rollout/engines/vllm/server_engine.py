@@ -361,6 +361,8 @@ Outcome = ServerCompletion | Exception
 class ServedSession:
     """Prompts go out as soon as a server has room, and come back in the order in which they finish."""
 
+    room = None
+
     def __init__(self, engine: ServedVLLM, params: SamplingParams) -> None:
         self._engine, self._params, self._fleet = engine, params, engine.fleet
         self._id = uuid.uuid4().hex
