@@ -67,8 +67,11 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 4} for name in ("gptj", "codegen")},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **{name: {"index_topk": 12} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")},  # shorter than rows
+    "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 12, "floor_scale": 8},
     "mamba2": {"num_heads": 8, "expand": 2, "n_groups": 1},

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.load.adapters import keep_trainable
 from posttrain.models.load.weight_export import (
     exported_adapter,
     exported_specs,
@@ -200,6 +201,7 @@ def test_a_4_bit_base_is_dequantised():
         quantised.load_state_dict(linear.state_dict())
         layer.self_attn.q_proj = quantised.to("cpu")
     model.is_loaded_in_4bit = True
+    keep_trainable(model)  # evaluated in bfloat16 else, on a CPU that has it
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     disturb(wrapped)
     merged = logits_of_export(wrapped, "llama", hidden_size=64, intermediate_size=64)

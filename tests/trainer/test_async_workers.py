@@ -90,15 +90,16 @@ def test_two_processes_write_what_a_thread_does(tmp_path, inline):
 
 
 class Issued(Ledger):
-    """Who was issued what."""
+    """How many groups a worker had when it was issued another."""
 
     def __init__(self):
         super().__init__()
-        self.workers, Issued.last = [], self
+        self.held, Issued.last = [], self
 
     def issue(self, number, worker, *how):
-        self.workers.append(worker)
-        return super().issue(number, worker, *how)
+        attempt = super().issue(number, worker, *how)
+        self.held.append(len(self.held_by(worker)))
+        return attempt
 
 
 @forked
@@ -107,7 +108,7 @@ def test_what_begins_is_dealt_out_to_all_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(feed, "Ledger", Issued)
     free = {"async_rollouts": True, "async_order": "window", "async_lead": 3, "max_steps": 2}
     run(tmp_path, rollout_workers=2, **free)
-    assert sorted(Issued.last.workers[:8]) == ["worker-0"] * 4 + ["worker-1"] * 4
+    assert max(Issued.last.held[:8]) == 4  # of eight that may begin at once
 
 
 @pytest.mark.parametrize("slots", [4, 8, 64])

@@ -121,7 +121,7 @@ def shared_prefix_loop(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The same with one call per segment; a continuation's keys are its prefix's and its own."""
-    parts, segments = [], _segments(bounds, prefixes)
+    parts, segments = [], segments_with_prefixes(bounds, prefixes)
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop, _ in segments]
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
@@ -136,7 +136,7 @@ def shared_prefix_loop(
     return torch.cat(parts, dim=1).squeeze(0)
 
 
-def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:
+def segments_with_prefixes(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:
     """(start, stop, the prefix it continues or None) of every segment; the first segments are the prefixes."""
     group_ends = [prefixes.start + edge for edge in prefixes.cu_continuations.tolist()[1:]]
     found, group = [], 0

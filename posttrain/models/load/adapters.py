@@ -26,6 +26,14 @@ def is_quantized(model: nn.Module) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 
 
+def keep_trainable(quantized: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at the first evaluation, as it does on CPUs with bfloat16 instructions: its
+    kernels for repacked weights have no backward, and round to bfloat16, so that a policy would differ from its reference."""
+    for module in quantized.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
 NOT_SETTINGS = ("base_model_name_or_path", "inference_mode", "revision", "peft_version", "auto_mapping")
 """Entries of a PeftConfig that say where it came from, not what it computes."""
 

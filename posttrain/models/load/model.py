@@ -39,7 +39,14 @@ from posttrain.models.layers.kernels import (
     PLAIN,
     fastest_kernels,
 )
-from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized, with_targets
+from posttrain.models.load.adapters import (
+    add_adapter,
+    is_peft_model,
+    is_prompt_learning,
+    is_quantized,
+    keep_trainable,
+    with_targets,
+)
 from posttrain.models.load.image_models import (
     WithHead,
     has_classifier,
@@ -141,6 +148,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         )
     if options.device is not None and not options.sharded and not is_quantized(innermost):
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
+    if is_quantized(innermost):
+        keep_trainable(innermost)
     if options.disable_dropout:
         disable_dropout(model)
     if options.vision is not None:

@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.batch import PADDED, RAGGED, SHARED, RowPart, SharedPrefixes, TokenBatch
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
+from posttrain.models.attention.mixers import carry_segments
 from posttrain.models.attention.ragged import can_be_replaced, caps_scores, is_ragged, ragged_name
 from posttrain.models.inference import evaluating
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
@@ -93,13 +94,27 @@ def why_not_ragged(
         return f"the scores of {type(innermost).__name__} have a soft-cap, for which there is no ragged kernel on a GPU yet"
     if family is not None and family.images_see_themselves_whole and on_gpu:
         return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"
-    reason = _why_apart(model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")
+    reason = _why_not_apart_in_all_layers(model, innermost, task)
     if reason is None and image_probe is not None:
         reason = _why_images_apart(model, innermost, task, image_probe, RAGGED, before)
     if reason is None:
         return None
     set_text_attention(innermost, before)
     return f"{reason}, so it reads its mask" if "answers differently" in reason else reason
+
+
+def _why_not_apart_in_all_layers(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
+    """None when two segments are kept apart, by attention as it is or with bounds passed on to every layer; else the reason."""
+    asked = (model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")
+    before, reason = innermost.config._attn_implementation, _why_apart(*asked)
+    take_back = None if reason is None else carry_segments(innermost)
+    if take_back is None:
+        return reason
+    set_text_attention(innermost, before)
+    reason = _why_apart(*asked)
+    if reason is not None:
+        take_back()
+    return reason
 
 
 def why_not_shared(

@@ -65,15 +65,14 @@ class TransformersEngine:
         self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
         # A recurrent state has seen the padding in front of a row: only prompts of one length go together.
         self.pads = not getattr(innermost, "_is_stateful", False)
-        gap, allowed = self._difference()
-        if gap > allowed and self.pads:
+        reason = self._why_wrong()
+        if reason is not None and self.pads:
             self.pads = False
-            gap, allowed = self._difference()
-        if gap > allowed:
+            reason = self._why_wrong()
+        if reason is not None:
             raise ValueError(
-                f"{type(innermost).__name__} cannot write rollouts here: continued token by token with transformers' cache, its "
-                f"answers differ from those of a full forward by {gap:.2g} ({allowed:.1g} is rounding), so that log-probs would be "
-                "wrong. Use vLLM if it runs this family (`use_vllm=True`), or another model."
+                f"{type(innermost).__name__} cannot write rollouts here: continued token by token with transformers' cache, "
+                f"{reason}. Use vLLM if it runs this family (`use_vllm=True`), or another model."
             )
         if mixture is not None:
             mixture.check(innermost)
@@ -82,10 +81,15 @@ class TransformersEngine:
             self.pads = self.pads and self.second.pads
             self.context = min(filter(None, (self.context, self.second.context)), default=None)
 
-    def _difference(self) -> tuple[float, float]:
-        """How far two short prompts, continued token by token, are from a full forward, and what rounding may amount to."""
-        with evaluating(self.model), inference(next(self.model.parameters()).device):
-            return probe.difference(self.model, self._probe_answers)
+    def _why_wrong(self) -> str | None:
+        """None when two short prompts, continued token by token, are answered as by a full forward; else the reason."""
+        try:
+            with evaluating(self.model), inference(next(self.model.parameters()).device):
+                gap, allowed = probe.difference(self.model, self._probe_answers)
+        except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+            return f"it ends with {type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+        rounding = f"by {gap:.2g} ({allowed:.1g} is rounding), so that log-probs would be wrong"
+        return None if gap <= allowed else f"its answers differ from those of a full forward {rounding}"
 
     def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
         """Prefill all but the last tokens of each sequence, then feed those one by one; together where rows may be padded."""
