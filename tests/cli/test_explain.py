@@ -488,6 +488,17 @@ def test_the_plan_for_a_gpu_is_carried_out_before_its_memory_is_told(seven_billi
     assert cut.memory.phases[-1].terms["gradients"] == 4 * cut.shape.trained
 
 
+def test_a_run_that_may_use_less_is_planned_for_that(seven_billion):
+    def planned(gpu=None, **memory):
+        found = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True, **memory}, gpu)
+        return found.memory.phases[-1].peak, found.args.gradient_checkpointing, found.args.optim
+
+    small = 17 * 2**30
+    assert planned(80 * 2**30, memory="17GiB") == planned(memory="17GiB") == planned(small) == planned(small, memory="80GiB")
+    assert planned(memory="least")[0] < planned()[0]
+    assert planned(memory="least")[1:] == (True, "adamw_8bit")
+
+
 def test_a_run_whose_settings_are_all_given_is_not_planned(seven_billion, capsys):
     given = {"gradient_checkpointing": False, "activation_offloading": False, "optim": "adamw_torch"}
     words = words_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -179,7 +180,7 @@ def test_a_large_micro_batch_is_split_before_anything_is_recomputed():
     assert unsplit.tokens_per_pass is None
     gathering = memory_plan(
         (room - 5000 * COST.of(NONE, False)) / memory.HEAD_ROOM,
-        replace(batch, gathers=True),
+        replace(batch, enough=memory.ENOUGH_TO_GATHER),
         COST,
         STATE,
         MemoryOverrides(),
@@ -272,6 +273,30 @@ def test_a_model_that_cannot_recompute_is_not_asked_to():
     assert (found.checkpointing, found.offload, found.eight_bit) == (NONE, False, True)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, (FULL, True, True)),
+        ({"offload": False}, (FULL, False, True)),
+        ({"checkpointing": NONE, "offload": False, "optim": "adamw_torch"}, (NONE, False, False)),
+        ({"checkpointing": SELECTIVE}, (SELECTIVE, False, True)),
+    ],
+)
+def test_the_smallest_peak_is_the_rung_that_needs_least(overrides, expected):
+    batch = BatchTokens(100_000, 2048)
+    found = memory_plan(1000 * GIB, batch, COST, STATE, MemoryOverrides(**overrides), logit_bytes=KIB, least=True)
+    assert (found.checkpointing, found.offload, found.eight_bit) == expected
+    assert (found.tokens_per_pass, found.keep_logits) == (2048, False)
+    assert "too much" not in found.sentence
+
+
+def test_the_smallest_peak_of_what_cannot_be_split_is_one_pass():
+    batch = BatchTokens(100_000, 2048, can_split=False)
+    found = memory_plan(math.inf, batch, COST, STATE, MemoryOverrides(), least=True)
+    assert found.tokens_per_pass is None
+    assert "inf" not in found.sentence
+
+
 # ---- in the trainer -----------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +315,33 @@ def test_wishes_are_read_from_the_options(tmp_path):
     made = trainer(tmp_path, activation_offloading=False)
     assert made.args.gradient_checkpointing is False  # decided: host memory is assumed to be enough
     assert memory_fit.memory_overrides(made) == MemoryOverrides(NONE, False, None)
+
+
+def test_the_smallest_peak_has_the_same_gradient(tmp_path):
+    made = [trainer(tmp_path / name, **options) for name, options in (("all", {}), ("least", {"memory": "least"}))]
+    assert (made[1].args.gradient_checkpointing, made[1].args.optim) == (True, "adamw_8bit")
+    assert made[1].args.max_tokens_per_pass == max(made[1].train_dataset.unit_lengths)
+    norms = []
+    for one in made:
+        one.train()
+        norms.append(one.state.log_history[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("given", "error"), [("much", "it is a size such as"), ("0GB", "a size"), ("8GiB", "on a CPU")])
+def test_a_bound_that_cannot_be_kept_is_refused(tmp_path, given, error):
+    with pytest.raises(ValueError, match=error):
+        trainer(tmp_path, memory=given)
+
+
+@pytest.mark.parametrize(("given", "free"), [(None, 60), ("40GiB", 28), ("80GiB", 60)])
+def test_a_bound_counts_what_is_there_already(tmp_path, monkeypatch, given, free):
+    made = trainer(tmp_path)
+    made.args.memory = given
+    monkeypatch.setattr(memory, "free_memory", lambda device: 62 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
+    made.reserved_bytes = lambda: 2 * GIB
+    assert memory_fit._free(made) == free * GIB
 
 
 def with_groups(tmp_path, **options):

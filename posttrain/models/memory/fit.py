@@ -4,7 +4,8 @@ A micro-batch may be run in several passes, which costs nothing as long as a pas
 the ladder is whether it leaves room for a pass of that size, or of the longest row. The rungs, each slower than the one before it:
 keep all activations; recompute the cheap ones (selective checkpointing);
 recompute whole layers from their inputs (full checkpointing); park those inputs in host memory; keep the optimizer's moments in 8
-bits. What the user has set is left as it is: the ladder then has fewer rungs.
+bits. What the user has set is left as it is: the ladder then has fewer rungs. Who asks for the smallest peak gets the rung that needs
+least, with the longest row as a pass.
 
 Activations are not guessed: a probe of a few hundred tokens runs through the model and everything that autograd keeps is counted,
 storage by storage. What is kept grows with the tokens of a micro-batch, so two probes give the bytes of one token.
@@ -13,6 +14,7 @@ storage by storage. What is kept grows with the tokens of a micro-batch, so two 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -268,13 +270,12 @@ class BatchTokens:
     largest: int
     longest: int
     can_split: bool = True
-    gathers: bool = False  # every pass gathers the weights from other processes
+    enough: int = ENOUGH_TOKENS
 
     @property
     def wanted(self) -> int:
         """Tokens of a pass that is large enough."""
-        enough = ENOUGH_TO_GATHER if self.gathers else ENOUGH_TOKENS
-        return min(self.largest, max(self.longest, enough)) if self.can_split else self.largest
+        return min(self.largest, max(self.longest, self.enough)) if self.can_split else self.largest
 
 
 @dataclass(frozen=True)
@@ -297,8 +298,10 @@ IN_WORDS = {
     (NONE, True): "kept in host memory",
     (SELECTIVE, True): "kept in host memory where recomputing them is expensive (selective checkpointing)",
 }
-DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
-"""Options that overrule the plan."""
+DECIDING = ("memory", "gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
+"""Options that decide what is planned, or overrule it."""
+LEAST = "least"
+"""Value of `memory` that asks for the smallest peak."""
 LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 
@@ -320,23 +323,35 @@ def memory_plan(
     overrides: MemoryOverrides,
     can_recompute: bool = True,
     logit_bytes: float = 0.0,
+    least: bool = False,
 ) -> MemoryPlan:
     """The mildest rung whose passes fit into `free` bytes and are large enough; the last one if none is.
 
     `logit_bytes`: of one token, where the loss would profit from keeping them. They are, if passes are still large enough then.
+    `least`: the smallest peak, whatever fits.
     """
     room = HEAD_ROOM * free
     optim = overrides.optim or "adamw"
     if overrides.tokens_per_pass is not None:
         batch = replace(batch, largest=min(batch.largest, max(overrides.tokens_per_pass, batch.longest)))
     asked_for = logit_bytes if overrides.keep_logits else 0.0
-    for level, offload, eight_bit in rungs(overrides, can_recompute):
-        fixed = state.total(EIGHT_BIT if eight_bit else optim)
-        fitting = int((room - fixed) // (activations.of(level, offload) + asked_for))
+    if least and batch.can_split:
+        batch = replace(batch, enough=0)
+
+    def fixed_cost(eight_bit: bool) -> float:
+        return state.total(EIGHT_BIT if eight_bit else optim)
+
+    def smallest_pass(rung: tuple[str, bool, bool]) -> float:
+        return fixed_cost(rung[2]) + batch.wanted * (activations.of(*rung[:2]) + asked_for)
+
+    ladder = rungs(overrides, can_recompute)
+    for level, offload, eight_bit in [min(ladder, key=smallest_pass)] if least else ladder:
+        fixed = fixed_cost(eight_bit)
+        fitting = batch.wanted if least else int((room - fixed) // (activations.of(level, offload) + asked_for))
         if fitting >= batch.wanted:
             break
     keep_logits = bool(overrides.keep_logits)
-    if overrides.keep_logits is None and logit_bytes and level == NONE:
+    if overrides.keep_logits is None and logit_bytes and level == NONE and not least:
         beside_them = int((room - fixed) // (activations.of(level, offload) + logit_bytes))
         # A micro-batch that is one pass stays one: adding gradients up would cost more than the logits save.
         keep_logits = beside_them >= (batch.wanted if fitting < batch.largest else batch.largest)
@@ -358,7 +373,7 @@ def memory_plan(
         f"micro-batches of up to {batch.largest} tokens{passes} would keep {_gib(tokens * activations.of(NONE, False))} "
         f"({activations.of(NONE, False) / 2**10:.0f} KiB a token, "
         f"{'measured' if activations.is_measured else 'estimated'}). "
-        f"Needed now: {needed}; {_gib(room)} of {_gib(free)} free may be used. "
+        f"Needed now: {needed}{f'; {_gib(room)} of {_gib(free)} free may be used' if math.isfinite(free) else ''}. "
         f"The largest term is {max(terms, key=terms.get)}."
     )
     missing = sum(terms.values()) - room

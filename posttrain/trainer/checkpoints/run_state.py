@@ -42,7 +42,7 @@ FREE_TO_CHANGE = frozenset((
     "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout",
     "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "chunk_tokens", "keep_logits", "gradient_checkpointing", "use_liger_kernel", "fuse_lora", "compile_layers",
-    "share_prompts", "max_tokens_per_pass",
+    "share_prompts", "max_tokens_per_pass", "memory",
     "gradient_checkpointing_kwargs", "activation_offloading", "on_bad_rows", "logging_nan_inf_filter",
     "deepspeed_plugin", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "save_only_model",
     "save_on_each_node", "save_in_background",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils.modeling import convert_file_size_to_int
 from transformers import TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -21,6 +22,7 @@ from posttrain.core.console import NORMAL, VERBOSITIES
 from posttrain.core.options import default_of, is_ours, is_refused, option, refused
 from posttrain.core.secrets import without_secrets
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
+from posttrain.models.memory.fit import LEAST
 from posttrain.trainer.options.processes import lay_out_processes
 
 STEPS_WORTH_COMPILING_FOR = 300
@@ -64,6 +66,11 @@ class BaseConfig(TrainingArguments):
     activation_offloading: bool | None = option(
         None,
         "Saved activations (of checkpointed layers: their inputs) wait in host memory. None: when nothing less fits.",
+    )
+    memory: str | None = option(
+        None,
+        "GPU memory of the process that the plan of a step may use: a size such as `24GiB`, or `least` for the smallest peak, however "
+        "slow. None: what is free, for speed.",
     )
     chunk_tokens: int | None = option(None, "Tokens whose logits exist at once. None: as many as fit the chunk budget.")
     keep_logits: bool | None = option(
@@ -264,6 +271,8 @@ class BaseConfig(TrainingArguments):
                 f"`max_tokens_per_pass` is {self.max_tokens_per_pass}; it must be at least 1, and left out under DeepSpeed, which "
                 "counts backward passes itself."
             )
+        if self.memory is not None and self.memory != LEAST and not self.memory_bytes:
+            raise ValueError(f"`memory` is {self.memory!r}; it is a size such as '24GiB', or {LEAST!r}.")
         if self.compile_layers and self.use_liger_kernel:
             raise ValueError("Set at most one of `compile_layers` and `use_liger_kernel`.")
         if self.compile_layers and self.sharding is not None:
@@ -286,6 +295,16 @@ class BaseConfig(TrainingArguments):
     def steps_in_one_pass(self) -> bool:
         """Whether an optimizer step is one pass of one process, so that gradients are never added up."""
         return self.gradient_accumulation_steps == self.world_size == 1 and not self.max_tokens_per_pass
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of `memory`, where it is a size; 0 where it is none that can be read."""
+        if self.memory in (None, LEAST):
+            return None
+        try:
+            return convert_file_size_to_int(self.memory)
+        except ValueError:
+            return 0
 
     def shows_next_step(self, state: TrainerState) -> bool:
         """Whether a log will show the coming step: statistics that cost a pass over the vocabulary are taken on those alone."""

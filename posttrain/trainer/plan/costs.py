@@ -7,6 +7,7 @@ the device at the same time. Settings are the run's own, or those that its train
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,9 @@ class RunMemory:
     """
 
     def __init__(self, run: PlannedModel, gpu: int | None = None) -> None:
-        self.run, self.args, self.shape, self.gpu = run, run.side.args, run.shape, gpu
+        self.run, self.args, self.shape = run, run.side.args, run.shape
+        bounds = [size for size in (gpu, self.args.memory_bytes) if size is not None]
+        self.gpu = min(bounds, default=None)
         self.dtype = str(run.shape.dtype).removeprefix("torch.")
         # Whether compiled layers are faster, which long runs find out, is not known here: they keep less.
         is_plain = self.args.use_liger_kernel is False
@@ -141,8 +144,10 @@ class RunMemory:
         side, gpu, batch = self.run.side, self.gpu, batch_tokens(self.run.side)
         self.share_trained, self.sentence = _share_trained(self.run, batch), None
         self.tokens, self.longest = batch.largest, batch.longest  # of a pass, of a unit
-        if gpu is not None and not is_decided(memory_overrides(side)):
-            plan = plan_memory(side, gpu - CONTEXT_BYTES - sum(self.resident.values()), self.activations, self.state)
+        is_open = self.args.memory is not None or not is_decided(memory_overrides(side))
+        if is_open and (gpu is not None or self.args.memory is not None):
+            free = math.inf if gpu is None else gpu - CONTEXT_BYTES - sum(self.resident.values())
+            plan = plan_memory(side, free, self.activations, self.state)
             apply(side, plan)
             self.sentence, self.tokens = plan.sentence, plan.tokens_per_pass or batch.largest
         chosen = memory_overrides(side)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -61,10 +62,16 @@ def fit_memory(run: FittedRun) -> None:
 
 def _decide(run: FittedRun) -> None:
     args = run.args
-    if args.device.type != "cuda":
+    on_cpu = args.device.type != "cuda"
+    if on_cpu and args.memory_bytes is not None:
+        raise ValueError(
+            f"`memory` is {args.memory!r}, and this run is on a CPU, whose memory is not planned. Leave it out, or ask for "
+            f"{memory.LEAST!r}."
+        )
+    if on_cpu and args.memory is None:
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
         return
-    if is_decided(memory_overrides(run)):
+    if is_decided(memory_overrides(run)) and args.memory is None:
         return
     innermost = innermost_model(run.model)
     head = innermost.get_output_embeddings()
@@ -75,7 +82,9 @@ def _decide(run: FittedRun) -> None:
         cost = Shape(run.model, args.compute_dtype).activations(PLAIN) + image_cost(run, innermost, args.compute_dtype)
         shards = (head, args.world_size, args.compute_dtype, args.device.type)
         state = memory.sharded_state_cost(run.model, recomputable_layers(innermost), *shards)
-    plan = plan_memory(run, _free(run), cost, state)
+    if on_cpu:
+        args.activation_offloading = bool(args.activation_offloading)  # they are in host memory already
+    plan = plan_memory(run, math.inf if on_cpu else _free(run), cost, state)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
@@ -124,8 +133,9 @@ def plan_memory(
     """What a run does about `free` bytes, the weights and whatever else stays on the device being there."""
     innermost = innermost_model(run.model)
     can_recompute, logit_bytes = bool(recomputable_layers(innermost)), logit_bytes_of(run, innermost)
-    overrides = memory_overrides(run)
-    return memory.memory_plan(free, batch_tokens(run), activations, state, overrides, can_recompute, logit_bytes)
+    least = run.args.memory == memory.LEAST
+    rest = (memory_overrides(run), can_recompute, logit_bytes, least)
+    return memory.memory_plan(free, batch_tokens(run), activations, state, *rest)
 
 
 def _uncompile_if_selective(run: FittedRun) -> None:
@@ -170,11 +180,12 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     Where the lengths are not known (a stream), the limits on rows and length stand for them.
     """
     args = run.args
-    can_split, gathers = args.sharding != DEEPSPEED, args.sharding is not None
+    can_split = args.sharding != DEEPSPEED
+    enough = memory.ENOUGH_TOKENS if args.sharding is None else memory.ENOUGH_TO_GATHER
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
         limits = (-(-tokens * run.graphs // args.sequence_parallel_size) for tokens in run.batch_limits())
-        return memory.BatchTokens(*limits, can_split, gathers)
+        return memory.BatchTokens(*limits, can_split, enough)
     # Of a row that processes share, each computes a part.
     lengths = np.asarray(lengths) * laid_out_share(run) / args.sequence_parallel_size
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
@@ -183,7 +194,7 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     for epoch in range(min(int(np.ceil(args.num_train_epochs)), EPOCHS_LOOKED_AT)):
         batches.set_epoch(epoch)
         largest = max(largest, *(int(lengths[rows].sum()) for rows in batches))
-    return memory.BatchTokens(largest, int(np.ceil(lengths.max())), can_split, gathers)
+    return memory.BatchTokens(largest, int(np.ceil(lengths.max())), can_split, enough)
 
 
 def laid_out_share(run: FittedRun) -> float:
@@ -210,5 +221,8 @@ def apply(run: FittedRun, plan: memory.MemoryPlan) -> None:
 
 def _free(run: FittedRun) -> float:
     """Every process decides by the one that has least."""
-    own = memory.free_memory(run.args.device) - run.reserved_bytes()
+    free, bound = memory.free_memory(run.args.device), run.args.memory_bytes
+    if bound is not None:
+        free = min(free, bound - torch.cuda.memory_allocated(run.args.device))
+    own = free - run.reserved_bytes()
     return float(over_processes(own, run.args, torch.distributed.ReduceOp.MIN))
