@@ -69,14 +69,40 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {"index_topk": 12} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")},  # shorter than rows
     "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n_text": {
+        "activation_sparsity_pattern": [0.5, 0.0] * 2,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "gemma4_text": {
+        "head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "longcat_flash": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 12, "floor_scale": 8},
     "mamba2": {"num_heads": 8, "expand": 2, "n_groups": 1},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family needs besides."""
@@ -101,6 +127,7 @@ def families() -> list[str]:
 def small_config(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     plain = kind()
+    plain.allow_global_per_layer_attribute_access = True  # of Gemma 4, which refuses to say its head size otherwise
     wanted = {
         name: size for name, size in SHAPE.items() if getattr(plain, name, None) is not None and _can_set(kind, name)
     }

@@ -72,7 +72,10 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    has_convolution = any(isinstance(part, nn.Conv1d) for part in module.modules())
+    parts = [*module.modules()]
+    has_convolution = any(isinstance(part, nn.Conv1d) for part in parts)
+    if any(isinstance(part, GradientCheckpointingLayer) for part in parts):
+        return False  # a layer in a layer (Zamba)
     return has_convolution or type(module).__name__.endswith(WITHOUT_CONVOLUTION)
 
 
