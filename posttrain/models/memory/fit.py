@@ -4,8 +4,8 @@ A micro-batch may be run in several passes, which costs nothing as long as a pas
 the ladder is whether it leaves room for a pass of that size, or of the longest row. The rungs, each slower than the one before it:
 keep all activations; recompute the cheap ones (selective checkpointing);
 recompute whole layers from their inputs (full checkpointing); park those inputs in host memory; keep the optimizer's moments in 8
-bits. What the user has set is left as it is: the ladder then has fewer rungs. Who asks for the smallest peak gets the rung that needs
-least, with the longest row as a pass.
+bits. What the user has set is left as it is: the ladder then has fewer rungs. For the smallest peak (`least`) the rung that needs
+least is taken, with the longest row as a pass.
 
 Activations are not guessed: a probe of a few hundred tokens runs through the model and everything that autograd keeps is counted,
 storage by storage. What is kept grows with the tokens of a micro-batch, so two probes give the bytes of one token.

@@ -69,8 +69,8 @@ class BaseConfig(TrainingArguments):
     )
     memory: str | None = option(
         None,
-        "GPU memory of the process that the plan of a step may use: a size such as `24GiB`, or `least` for the smallest peak, however "
-        "slow. None: what is free, for speed.",
+        "GPU memory of a process that the plan of a step may use: a size such as `24GiB`, or `least` for the smallest peak, "
+        "however slow. None: what is free, for speed.",
     )
     chunk_tokens: int | None = option(None, "Tokens whose logits exist at once. None: as many as fit the chunk budget.")
     keep_logits: bool | None = option(
