@@ -494,7 +494,12 @@ def test_a_run_that_may_use_less_is_planned_for_that(seven_billion):
         return found.memory.phases[-1].peak, found.args.gradient_checkpointing, found.args.optim
 
     small = 17 * 2**30
-    assert planned(80 * 2**30, memory="17GiB") == planned(memory="17GiB") == planned(small) == planned(small, memory="80GiB")
+    assert (
+        planned(80 * 2**30, memory="17GiB")
+        == planned(memory="17GiB")
+        == planned(small)
+        == planned(small, memory="80GiB")
+    )
     assert planned(memory="least")[0] < planned()[0]
     assert planned(memory="least")[1:] == (True, "adamw_8bit")
 

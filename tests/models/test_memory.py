@@ -328,7 +328,9 @@ def test_the_smallest_peak_has_the_same_gradient(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("given", "error"), [("much", "it is a size such as"), ("0GB", "a size"), ("8GiB", "on a CPU")])
+@pytest.mark.parametrize(
+    ("given", "error"), [("much", "it is a size such as"), ("0GB", "a size"), ("8GiB", "on a CPU")]
+)
 def test_a_bound_that_cannot_be_kept_is_refused(tmp_path, given, error):
     with pytest.raises(ValueError, match=error):
         trainer(tmp_path, memory=given)
