@@ -92,6 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "longcat_flash": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 12, "floor_scale": 8},
     "mamba2": {"num_heads": 8, "expand": 2, "n_groups": 1},

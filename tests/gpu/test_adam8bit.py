@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.trainer.step.adam8bit import BLOCK, UNSIGNED_BITS, AdamW8bit, grid, restored
+from posttrain.trainer.step.masters import MasterWeights
 from posttrain.trainer.step.optimizer import FiniteSteps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -110,6 +111,47 @@ def test_a_step_that_is_not_finite_changes_nothing_and_nobody_waits():
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     torch.cuda.synchronize()
     assert [skipped for _, skipped in finite.finished(wait=True)] == [False, True, False]
+
+
+def test_two_halves_learn_as_a_master_does():
+    """bfloat16 weights with the rest of their masters, against float32 weights: equal to the bit, a skipped step among them."""
+    torch.manual_seed(0)
+    start = [torch.randn(1000, 1003, device="cuda").bfloat16(), torch.randn(10, device="cuda").bfloat16()]
+    split, whole = ([nn.Parameter(one.to(dtype)) for one in start] for dtype in (torch.bfloat16, torch.float32))
+    optimizers = [AdamW8bit(weights, **SETTINGS) for weights in (split, whole)]
+    masters = MasterWeights(optimizers[0], accumulates=False)
+    guards = [FiniteSteps(optimizers[0], masters=masters), FiniteSteps(optimizers[1])]
+    for step in range(5):
+        for low, one in zip(split, whole):
+            low.grad = torch.randn_like(low)
+            one.grad = low.grad.float()
+        loss = torch.tensor(float("nan") if step == 3 else 0.0, device="cuda")
+        norms = [guard.clip(0.5, loss, None) for guard in guards]
+        optimizers[0].clip = optimizers[1].clip = (0.5 / (norms[1] + 1e-6)).clamp(max=1.0)  # of norms that round alike
+        for guard in guards:
+            guard.optimizer.step()
+    torch.cuda.synchronize()
+    for saved, one, low in zip(masters.saved(), whole, split, strict=True):
+        torch.testing.assert_close(saved, one.detach().cpu(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(low.detach().float().cpu(), saved, rtol=2**-8, atol=0)
+    assert [skipped for _, skipped in guards[0].finished(wait=True)] == [False, False, False, True, False]
+
+
+def test_memory_of_bfloat16_weights_and_their_masters():
+    """Weight 2, rest 2, moments 2, gradient 2; while a tensor is updated, its master and its gradient in float32."""
+    weights = [nn.Parameter(torch.randn(10_000_000, device="cuda").bfloat16()) for _ in range(10)]
+    before = torch.cuda.memory_allocated()
+    optimizer = AdamW8bit(weights)
+    masters = MasterWeights(optimizer, accumulates=False)
+    finite = FiniteSteps(optimizer, masters=masters)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    torch.cuda.reset_peak_memory_stats()
+    finite.clip(1.0, torch.zeros((), device="cuda"), None)
+    optimizer.step()
+    count = sum(weight.numel() for weight in weights)
+    assert (torch.cuda.memory_allocated() - before) / count == pytest.approx(4 + 8 / BLOCK, rel=0.02)
+    assert (torch.cuda.max_memory_allocated() - before) / count < 6 + 0.1 * (4 + 4 + 16) + 0.1
 
 
 def test_time_and_memory_of_a_100_million_weights():

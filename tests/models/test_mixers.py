@@ -6,69 +6,18 @@ import copy
 import io
 import itertools
 import threading
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes
-from posttrain.core.sample import Sample
-from posttrain.data.collate import collate
 from posttrain.models.attention import mixers
 from posttrain.models.layers.kernels import COMPILED
 from posttrain.models.load.model import LoadOptions, load_model
-from posttrain.models.scoring.token_scores import score_tokens
 from scripts.families import small_model
-
-KINDS = {
-    "stablelm": "attention that is handed no keyword arguments",
-    "qwen3_5_text": "gated delta net",
-    "falcon_h1": "Mamba 2 beside attention",
-    "jamba": "Mamba and experts",
-    "lfm2_moe": "short convolution",
-    "minimax": "lightning attention",
-    "zaya": "attention with a convolution inside",
-}
-OPTIONS = {
-    PADDED: LoadOptions(layout=PADDED),
-    RAGGED: LoadOptions(layout=RAGGED),
-    SHARED: LoadOptions(share_prefixes=True),
-}
-
-
-def pairs():
-    """Prompts of unequal lengths with two answers each."""
-    draw = np.random.default_rng(0)
-
-    def one(prompt, *answers):
-        ids = draw.integers(3, 250, prompt)
-        rows = [np.concatenate([ids, draw.integers(3, 250, length)]) for length in answers]
-        return tuple(Sample(row.astype(np.int32), np.arange(len(row)) >= prompt) for row in rows)
-
-    return [one(9, 5, 3), one(40, 20, 2), one(3, 7, 30)]
-
-
-def answers(model, layout):
-    """Log-probs, and the gradients of a sum of them with unequal weights."""
-    model.zero_grad()
-    found = score_tokens(model, collate(pairs(), ("chosen", "rejected"), layout)).logps
-    (found * torch.linspace(-1, 1, len(found))).sum().backward()
-    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def loaded(model, layout, **more):
-    made = load_model(copy.deepcopy(model), replace(OPTIONS[layout], **more))
-    assert made.layout == layout, made.notes
-    return made.model
-
-
-def assert_alike(found, wanted):
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
-    for name, gradient in wanted[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7)
+from tests.mixers import KINDS, answers, assert_alike, loaded
 
 
 @pytest.mark.parametrize("family", KINDS)

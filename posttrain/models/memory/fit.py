@@ -200,9 +200,13 @@ class StateCost:
         """Of an optimizer by its name, or its entry in transformers' table."""
         return self.trained * MOMENT_BYTES.get(getattr(optim, "value", optim), 8)
 
+    def masters_of(self, optim: str) -> int:
+        """With 8-bit moments a master is the bfloat16 weight and the 16 bits that this lacks."""
+        return self.masters // 2 if getattr(optim, "value", optim) == EIGHT_BIT else self.masters
+
     def total(self, optim: str) -> float:
         """A bound, since not all of it is there at the same time."""
-        return self.masters + self.gradients + self.head + self.moments(optim)
+        return self.masters_of(optim) + self.gradients + self.head + self.moments(optim)
 
 
 def state_cost(parameters: Iterable[nn.Parameter], head: nn.Module | None, world_size: int = 1) -> StateCost:
@@ -359,7 +363,7 @@ def memory_plan(
     tokens = max(min(fitting, batch.largest), batch.wanted)
     terms = {
         "the optimizer's moments": state.moments(EIGHT_BIT if eight_bit else optim),
-        "masters": state.masters,
+        "masters": state.masters_of(EIGHT_BIT if eight_bit else optim),
         "gradients": state.gradients,
         "the head": state.head,
         "activations": tokens * activations.of(level, offload),

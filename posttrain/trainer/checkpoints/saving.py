@@ -335,7 +335,7 @@ class Checkpoints:
         elif args.should_save:
             tree: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
             if run.guard.masters is not None:
-                tree["masters"] = [master.data for _, master in run.guard.masters.pairs]
+                tree["masters"] = run.guard.masters.saved()
             files.save_tree(folder / OPTIMIZER, tree)
         if args.should_save:
             files.save_tree(folder / SCHEDULER, _without_functions(run.lr_scheduler.state_dict()))
@@ -355,10 +355,7 @@ class Checkpoints:
             tree = self._saved_whole(folder)
             run.optimizer.load_state_dict(tree["optimizer"])
             if run.guard.masters is not None:
-                with torch.no_grad():
-                    for (_, master), saved in zip(run.guard.masters.pairs, tree["masters"], strict=True):
-                        master.copy_(saved)
-                run.guard.masters.publish()
+                run.guard.masters.load(tree["masters"])
         run.lr_scheduler.load_state_dict(files.load_tree(folder / SCHEDULER))
         take_rates_of(run.lr_scheduler)
 

@@ -160,7 +160,8 @@ class RunMemory:
 
     def standing(self) -> dict[str, float]:
         """From the first step on."""
-        return self.resident | {"masters": self.state.masters, "moments": self.state.moments(self.args.optim)}
+        optim = self.args.optim
+        return self.resident | {"masters": self.state.masters_of(optim), "moments": self.state.moments(optim)}
 
     def update(self, tokens: int, level: str, offload: bool = False) -> Phase:
         """The worst of three moments: the head on top of all that is kept, the last layer's backward, the end of the backward."""
@@ -172,7 +173,8 @@ class RunMemory:
         exact = any(name not in STATISTICS for name in self.run.side.token_stats)
         # kept ones need no chunk
         head = shape.head_bytes(trained, True, 0 if keeps_logits else args.chunk_tokens, exact)
-        stay_as_written = self.in_one_pass and state.masters and args.optim.startswith("adamw_torch")
+        reads_low = args.optim.startswith("adamw_torch") or args.optim == memory.EIGHT_BIT
+        stay_as_written = self.in_one_pass and state.masters and reads_low
         until = {
             "gradients": state.buckets + (0 if self.in_one_pass else state.sums),
             "logits": trained * shape.vocabulary * shape.dtype.itemsize if keeps_logits else 0,

@@ -11,15 +11,17 @@ v moves by a thousandth a step, far less than a step of the grid, and rounding t
 rounded up or down by chance, with the right expectation, from numbers that are a function of (step, weight): a resumed run draws
 the same. A positive v is never rounded to 0, by which its weight would be divided.
 
-Tensors below 4096 values keep float32 moments. On CUDA a Triton kernel does a tensor in one pass, and `found_inf` (set by
-FiniteSteps or a gradient scaler) turns a step into nothing on the device, as torch's fused optimizers do.
+Tensors below 4096 values keep float32 moments. Where the weights are bfloat16, `masters` (set by MasterWeights) has the other half
+of their bits: the float32 weight is put together, updated and taken apart again, one tensor at a time. On CUDA a Triton kernel
+does a tensor in one pass, and `found_inf` (set by FiniteSteps or a gradient scaler) turns a step into nothing on the device, as
+torch's fused optimizers do.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -88,10 +90,28 @@ def restored(codes: Tensor, largest: Tensor, points: Tensor) -> Tensor:
 # ---- the optimizer ------------------------------------------------------------------------------------------------------
 
 
+class SplitWeight(Protocol):
+    """What is asked of SplitMaster."""
+
+    def joined(self) -> Tensor: ...
+
+    def take(self, master: Tensor) -> None: ...
+
+
+class Masters(Protocol):
+    """What is asked of MasterWeights."""
+
+    split: dict[int, SplitWeight]
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None: ...
+
+
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with decoupled weight decay and 8-bit moments."""
 
     _step_supports_amp_scaling = True  # `found_inf` and `grad_scale` are honoured by `step` itself
+    masters: Masters | None = None
+    clip: Tensor | None = None  # multiplies gradients that are not float32, set by FiniteSteps before every step
 
     def __init__(
         self,
@@ -116,33 +136,44 @@ class AdamW8bit(torch.optim.Optimizer):
                 loss = closure()
         place = 0
         for group in self.param_groups:
-            small: list[Tensor] = []
+            small: list[tuple[Tensor, Tensor, Tensor]] = []  # (parameter, its weights, gradient)
             for parameter in group["params"]:
                 place += 1
-                if parameter.grad is None:
+                gradient = parameter.grad if self.masters is None else self.masters.gradient_of(parameter)
+                if gradient is None:
                     continue
+                if gradient.dtype != torch.float32 and self.clip is not None:
+                    gradient = gradient.float().mul_(self.clip)
+                split = None if self.masters is None else self.masters.split.get(id(parameter))
+                weights = parameter if split is None else split.joined()
                 if parameter.numel() < SMALLEST:
-                    small.append(parameter)
-                else:
-                    self._step_of_large(parameter, group, place)
+                    small.append((parameter, weights, gradient))
+                    continue
+                self._step_of_large(parameter, weights, gradient.contiguous(), group, place)
+                if split is not None:
+                    split.take(weights)
             self._step_of_small(small, group)
         return loss
 
-    def _step_of_small(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        if not parameters:
+    def _step_of_small(self, tensors: list[tuple[Tensor, Tensor, Tensor]], group: dict[str, Any]) -> None:
+        if not tensors:
             return
-        states = [self._small_state(parameter) for parameter in parameters]
+        states = [self._small_state(parameter, weights) for parameter, weights, _ in tensors]
         beta1, beta2 = group["betas"]
         adamw(
-            parameters, [p.grad for p in parameters], [s["m"] for s in states], [s["v"] for s in states], [],
-            [s["step"] for s in states], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False, grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            [weights for _, weights, _ in tensors], [gradient.to(weights.dtype) for _, weights, gradient in tensors],
+            [s["m"] for s in states], [s["v"] for s in states], [], [s["step"] for s in states], fused=True,
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
         )  # fmt: skip
+        for parameter, weights, _ in tensors:
+            if weights is not parameter:
+                self.masters.split[id(parameter)].take(weights)
 
-    def _step_of_large(self, parameter: Tensor, group: dict[str, Any], place: int) -> None:
+    def _step_of_large(
+        self, parameter: Tensor, weights: Tensor, gradient: Tensor, group: dict[str, Any], place: int
+    ) -> None:
         state = self._large_state(parameter)
-        gradient = parameter.grad.contiguous()
         if getattr(self, "grad_scale", None) is not None:
             gradient = gradient / self.grad_scale
         found_inf = getattr(self, "found_inf", None)
@@ -150,12 +181,12 @@ class AdamW8bit(torch.optim.Optimizer):
         if parameter.is_cuda:
             from posttrain.trainer.step.adam8bit_triton import step_on_device
 
-            step_on_device(parameter, gradient, state, group, grids, found_inf, place)
+            step_on_device(weights, gradient, state, group, grids, found_inf, place)
             return
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        self._step_on_host(parameter.view(-1), gradient.view(-1), state, group, grids, place)
+        self._step_on_host(weights.view(-1), gradient.view(-1), state, group, grids, place)
 
     def _step_on_host(
         self,
@@ -189,12 +220,12 @@ class AdamW8bit(torch.optim.Optimizer):
                 codes, state[f"{name}_largest"][blocks] = quantised(moment, bits, chance)
                 state[name][values] = codes.view(-1)[: len(w)]
 
-    def _small_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _small_state(self, parameter: Tensor, weights: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["m"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["v"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["m"] = torch.zeros_like(weights, memory_format=torch.preserve_format)
+            state["v"] = torch.zeros_like(weights, memory_format=torch.preserve_format)
         return state
 
     def _large_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from posttrain.core.faults import fault_point
 from posttrain.models.memory.activation_offloading import offloaded_activations
 from posttrain.models.sharding import local_part
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig
+from posttrain.trainer.step.adam8bit import AdamW8bit
 from posttrain.trainer.step.master_adamw import MasterAdamW
 from posttrain.trainer.step.masters import MasterWeights, has_low_precision
 
@@ -102,7 +103,11 @@ class FiniteSteps:
     def _clip(self, gradients: list[Tensor], factor: Tensor) -> None:
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.clip = factor.float()  # it multiplies while it reads
-        else:
+            return
+        if isinstance(self.optimizer, AdamW8bit):  # in float32, what is not
+            self.optimizer.clip = factor.float()
+            gradients = [gradient for gradient in gradients if gradient.dtype == torch.float32]
+        if gradients:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
 
     def _arm(self, bad: Tensor) -> None:
@@ -113,8 +118,7 @@ class FiniteSteps:
                 for parameter in group["params"]:
                     parameter.grad = None
             if self.masters is not None:
-                for low, _ in self.masters.pairs:
-                    low.grad = None
+                self.masters.drop_gradients()
 
     def _remember(self, bad: Tensor, context: Any) -> None:
         if bad.is_cuda:
