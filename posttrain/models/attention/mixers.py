@@ -34,6 +34,8 @@ BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 CARRIED = frozenset({*BOUNDS, "shared_prefixes", "kv_cache", "row_part", "image_blocks"})
 LEAST_FULL = 0.5
 """A row of a padded batch is at least so full: shorter ones have a batch of their own."""
+CACHES = ("cache_params", "past_key_values")
+"""Names under which mixers are handed what they remember."""
 WITHOUT_CONVOLUTION = ("LightningAttention",)
 """Mixers that show no convolution, by the end of their class's name."""
 
@@ -42,9 +44,13 @@ WITHOUT_CONVOLUTION = ("LightningAttention",)
 
 
 def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
-    """Pass segment bounds on to attention and mixers of the decoder. Returns what undoes it; None: there is nothing to do."""
+    """Pass segment bounds on to attention and mixers of the decoder. Returns what undoes it; None: there is nothing to do, or it is
+    done."""
     undo: list[Callable[[], None]] = []
-    for layer in (part for part in innermost.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)):
+    layers = [part for part in innermost.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    if any(hook is _set_on_children for layer in layers for hook in layer._forward_pre_hooks.values()):
+        return None
+    for layer in layers:
         mixers = [child for child in layer.children() if is_mixer(child)]
         others = [child for child in layer.children() if child not in mixers and _is_attention(child)]
         if not (mixers or others) or not _takes_keywords(layer):
@@ -112,28 +118,46 @@ def _add_carried(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _by_segments(mixer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The mixer's own forward: of the row as it is, or of its segments as rows."""
     plain, carried = type(mixer).forward, mixer.carried_segments
-    if "cu_seq_lens_q" not in carried or "row_part" in carried:
+    is_cached = "kv_cache" in carried
+    if not (is_cached or "cu_seq_lens_q" in carried) or "row_part" in carried:
         return plain(mixer, hidden_states, *args, **kwargs)
-    rows = _rows_of(carried["cu_seq_lens_q"], carried.get("shared_prefixes"))
     left = {name: value for name, value in kwargs.items() if name not in CARRIED}
-    outputs, rest = [], None
-    for batch in rows.batches:
-        laid = {name: _laid_out(value, batch, hidden_states.shape[1]) for name, value in left.items()}
+    rest: list[Any] = []
+
+    def run(packed: Tensor, tokens: Tensor, **more: Any) -> Tensor:
+        """(rows, length, width) of the tokens (rows, length) of the row -> the same shape."""
+        laid = {name: _laid_out(value, tokens, hidden_states.shape[1]) for name, value in left.items()}
         if "attention_mask" in laid:
             laid["attention_mask"] = None  # what is padded stands behind everything
-        found = plain(mixer, _Packed.apply(hidden_states[0], batch, rows.repeats), *args, **laid)
-        found, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
-        outputs.append(_Taken.apply(found.flatten(0, 1), batch))
-    joined = torch.cat(outputs).index_select(0, rows.order)[None]
-    return joined if rest is None else (joined, *rest)
+        found = plain(mixer, packed, *args, **laid | more)
+        rest[:] = found[1:] if isinstance(found, tuple) else []
+        return found[0] if isinstance(found, tuple) else found
+
+    if is_cached:
+        name = next((name for name in CACHES if name in left), None)
+        if name is None:
+            raise NotImplementedError(f"{type(mixer).__name__} is handed no cache under a name that is known")
+
+        def run_cached(tokens: Tensor, cache: Any) -> Tensor:
+            return run(hidden_states[0][tokens], tokens, **{name: cache})
+
+        joined = carried["kv_cache"].mix(mixer.layer_idx, run_cached)
+    else:
+        rows = _rows_of(carried["cu_seq_lens_q"], carried.get("shared_prefixes"))
+        parts = []
+        for batch in rows.batches:
+            found = run(_Packed.apply(hidden_states[0], batch, rows.repeats), batch.tokens)
+            parts.append(_Taken.apply(found.flatten(0, 1), batch))
+        joined = torch.cat(parts).index_select(0, rows.order)
+    return (joined[None], *rest) if rest else joined[None]
 
 
-def _laid_out(value: Any, batch: _Batch, width: int) -> Any:
+def _laid_out(value: Any, tokens: Tensor, width: int) -> Any:
     """Positions and rotary embeddings (1, tokens, ...) as rows; everything else as it is."""
     if isinstance(value, tuple | list):
-        return type(value)(_laid_out(part, batch, width) for part in value)
+        return type(value)(_laid_out(part, tokens, width) for part in value)
     is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, width)
-    return value[0][batch.tokens] if is_of_tokens else value
+    return value[0][tokens] if is_of_tokens else value
 
 
 @dataclass(frozen=True)

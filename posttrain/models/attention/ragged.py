@@ -18,6 +18,7 @@ batch carries a four-dimensional placeholder of one element, which this module's
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,9 @@ class KeyValueCache(Protocol):
         sinks: Tensor | None,
     ) -> Tensor:
         """(1, heads, tokens, dim) of the new tokens -> (1, tokens, heads, dim)."""
+
+    def mix(self, layer: int, run: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        """(tokens, width) of the new tokens, by `run`: a mixer over (rows, length) of them, with a cache of its states."""
 
 
 def segment_kwargs(bounds: Tensor, longest: int, prefixes: SharedPrefixes | None = None) -> dict[str, Any]:

@@ -5,17 +5,20 @@ Both passes are handed to the model as the forward argument `kv_cache` (see `mod
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.attention.softmax import softmax_attention
 from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape
 from posttrain.rollout.engines.native.dense_rows import DenseRows
+from posttrain.rollout.engines.native.states import Mix, MixerStates, Parts, parts_of
 
 # ---- one query a row against the pages of its sequence, in plain torch; the Triton kernel of `decode_triton` does the same
 
@@ -108,13 +111,17 @@ class Pass:
     def attend(self, *call: Any) -> Tensor:
         return self.how.attend(*call).contiguous()
 
+    def mix(self, layer: int, run: Mix) -> Tensor:
+        return self.how.mix(layer, run)
+
 
 class ShapeReader:
     """Keeps nothing: finds out which layers attend, and what their keys look like."""
 
-    def __init__(self, segments: Segments) -> None:
-        self._segments = segments
+    def __init__(self, segments: Segments, config: Any) -> None:
+        self._segments, self._config = segments, config
         self.shapes: dict[int, LayerShape] = {}
+        self.states: dict[int, Parts] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
         # Of unlike widths the kernels of a GPU know nothing.
@@ -127,6 +134,12 @@ class ShapeReader:
         self.shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
         return self._segments.attend(query, key, value, *how)
 
+    def mix(self, layer: int, run: Mix) -> Tensor:
+        cache = DynamicCache(config=self._config)
+        mixed = run(torch.arange(self._segments.longest, device=self._segments.bounds.device)[None], cache)
+        self.states[layer] = parts_of(cache.layers[layer])
+        return mixed[0]
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -136,6 +149,8 @@ class Prefill:
     segments: Segments
     pages: Tensor  # (tokens,) where each token lies
     offsets: Tensor  # (tokens,)
+    config: Any
+    states: list[dict[int, Parts]]  # of each segment, by layer: filled by the pass
 
     def attend(
         self,
@@ -153,6 +168,25 @@ class Prefill:
         self.store.values[place][self.pages, :, self.offsets] = value[0].transpose(0, 1)
         return self.segments.attend(query, key, value, scale, window, softcap, sinks)
 
+    def mix(self, layer: int, run: Mix) -> Tensor:
+        """Segments of one length together: behind the end of a shorter one its state would go on."""
+        edges = self.segments.bounds.tolist()
+        of_length: dict[int, list[int]] = {}
+        for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+            of_length.setdefault(stop - start, []).append(number)
+        outputs, places = [], []
+        for length, numbers in of_length.items():
+            starts = torch.tensor([edges[number] for number in numbers], device=self.pages.device)
+            tokens = starts[:, None] + torch.arange(length, device=starts.device)
+            cache = DynamicCache(config=self.config)
+            outputs.append(run(tokens, cache).flatten(0, 1))
+            places.append(tokens.flatten())
+            for row, number in enumerate(numbers):
+                parts = parts_of(cache.layers[layer])
+                self.states[number][layer] = {name: state[row].clone() for name, state in parts.items()}
+        joined = torch.cat(outputs)
+        return torch.empty_like(joined).index_copy_(0, torch.cat(places), joined)
+
 
 @dataclass(frozen=True)
 class DecodeStep:
@@ -164,6 +198,10 @@ class DecodeStep:
     prefixes: Tensor  # (rows,) int64
     remaining: Tensor  # (rows,) int64; 0: the row is not in use
     dense: DenseRows | None = None
+    states: MixerStates | None = None
+
+    def mix(self, layer: int, run: Mix) -> Tensor:
+        return run(torch.arange(len(self.positions), device=self.positions.device)[:, None], self.states.cache)[:, 0]
 
     def attend(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import RAGGED
 from posttrain.data.collate import Pixels, collate
+from posttrain.models.attention.mixers import carry_segments
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory.fit import free_memory
@@ -26,6 +27,7 @@ from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
 from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
+from posttrain.rollout.engines.native.states import MixerStates
 from posttrain.rollout.engines.native.step import DecodeProgram, MixedProgram, Program, Sampler
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, refuse_unseen, request_or_error
@@ -37,6 +39,8 @@ STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}
 CPU_KV_BYTES = 4 * 2**30
 SHARE_OF_FREE_MEMORY = 0.6
+STATES_SHARE = 0.15
+"""Of free memory that the states of recurrences may take; while rows change there are two of each, and prefixes have theirs."""
 DENSE_SHARE = 0.5
 """Of the memory for pages, that a CPU may take besides for rows side by side."""
 SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
@@ -95,6 +99,18 @@ class NativeEngine:
         reason = probe.why_not_by_config(self.model, self.innermost) or self._why_not_with_images()
         if reason is not None:
             return reason
+        reason = self._why_wrong()
+        take_back = None if reason is None else carry_segments(self.innermost)
+        if take_back is None:
+            return reason
+        self._made = None
+        reason = self._why_wrong()
+        if reason is not None:
+            take_back()
+        return reason
+
+    def _why_wrong(self) -> str | None:
+        """None when two short prompts are answered as by a full forward."""
         try:
             with evaluating(self.model), inference(self.device):
                 gap, allowed = probe.difference(self.innermost, self._probe_answers)
@@ -124,6 +140,7 @@ class NativeEngine:
                 session.scheduler.add(request_or_error(ticket, Prompt(tokens[:-steps]), params, None, self.vocabulary))
             session.prefill(session.scheduler.admit(steps))
             running = session.scheduler.running
+            program.seat(running)
             found = []
             for step in range(steps):
                 session.scheduler.reserve(1)
@@ -184,14 +201,25 @@ class NativeEngine:
         program = DecodeProgram(innermost, KeyValueStore({}, self.device), rows)
         ids = torch.arange(1, 1 + SHAPE_TOKENS, device=self.device)
         bounds = torch.tensor([0, SHAPE_TOKENS], dtype=torch.int32, device=self.device)
-        reader = ShapeReader(Segments(bounds, SHAPE_TOKENS))
+        reader = ShapeReader(Segments(bounds, SHAPE_TOKENS), innermost.config)
         with inference(self.device), probe.cached_attention(innermost):
             program.hidden(ids[None], ids[None] - 1, reader)
+        if not reader.shapes:
+            raise NotImplementedError("no layer attends to keys and values that are kept for it")
         layers = innermost.config.get_text_config().num_hidden_layers
-        if len(reader.shapes) != layers:
+        if len(reader.shapes) != layers and not reader.states:  # beside mixers there may be layers with neither
             raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
         program.store = KeyValueStore(reader.shapes, self.device)
+        if reader.states:
+            program.states = MixerStates(innermost.config, reader.states)
+            self.use_graphs = False  # states move to other memory when rows come and go
+            self.max_slots = min(self.max_slots, self._slots_for(program.states.bytes))
         return program
+
+    def _slots_for(self, state_bytes: int) -> int:
+        on_gpu = self.device.type == "cuda"
+        room = STATES_SHARE * free_memory(self.device) if on_gpu else CPU_KV_BYTES
+        return max(int(room // state_bytes), 1)
 
     def sampler(self, params: SamplingParams) -> Sampler:
         """The same object for the same way to draw: graphs read its tensors."""
@@ -381,7 +409,7 @@ class NativeSession:
             torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
             for parts in (pages, [place % PAGE for place in places])
         )
-        self.program.prefill(batch, Segments(batch.cu_segments, max(lengths)), pages, offsets)
+        self.program.prefill(prefixes, batch, Segments(batch.cu_segments, max(lengths)), pages, offsets)
 
     def _decode(self) -> list[tuple[int, Completion]]:
         """Some steps of everyone who runs, then one look at what they drew."""
@@ -406,6 +434,7 @@ class NativeSession:
         has_changed = self.scheduler.changes != self._laid_out
         if has_changed:
             self._width = self.program.rows.put(running, count)
+            self.program.seat(running)
             self._laid_out = self.scheduler.changes
         else:
             self.program.rows.restart()

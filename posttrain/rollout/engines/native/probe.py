@@ -19,6 +19,7 @@ from posttrain.models.vision.tower import set_text_attention
 LENGTHS = (5, 19)  # one shorter than a page, one longer
 CONTINUED = 3
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+WITH_MIXERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -46,7 +47,7 @@ def why_not_by_config(model: nn.Module, innermost: nn.Module) -> str | None:
         return "its adapter puts virtual tokens in front of every row"
     if not can_be_replaced(innermost, next(innermost.parameters()).is_cuda):
         return "its attention cannot be replaced by a function"
-    other = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    other = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES - WITH_MIXERS
     if other or getattr(config, "attention_chunk_size", None):
         return (
             f"its layers are of a kind that keeps more than keys and values ({', '.join(sorted(other)) or 'chunked'})"

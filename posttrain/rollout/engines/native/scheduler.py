@@ -11,6 +11,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Prefix:
     sample: Sample
     pages: list[int]
     users: int = 0  # samples that are running on it
+    states: dict[int, Any] = field(default_factory=dict)  # in which it leaves recurrences, by their owner
 
     @property
     def ids(self) -> np.ndarray:

@@ -5,6 +5,7 @@ Everything the step reads and writes lies in tensors that stay where they are, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill
 from posttrain.rollout.engines.native.cache import KeyValueStore
 from posttrain.rollout.engines.native.dense_rows import DenseRows, columns_for
 from posttrain.rollout.engines.native.rows import Rows
+from posttrain.rollout.engines.native.scheduler import Prefix, Running
+from posttrain.rollout.engines.native.states import MixerStates, Parts
 from posttrain.rollout.engines.noise import words
 from posttrain.rollout.engines.sampling import Drawn, DrawRule, draw
 
@@ -55,8 +58,12 @@ class Program:
         """Memory for `pages`; what is there stays."""
         raise NotImplementedError
 
-    def prefill(self, batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
+    def prefill(self, prefixes: list[Prefix], batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
         """Whole prefixes as one ragged row; `places` are the page and the offset of each token."""
+        raise NotImplementedError
+
+    def seat(self, running: Sequence[Running]) -> None:
+        """Who runs has changed: these are the rows from now on."""
         raise NotImplementedError
 
     def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
@@ -101,6 +108,7 @@ class DecodeProgram(Program):
         self.placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.device.device)
         family = family_of(innermost)
         self.has_axes = family is not None and family.three_axis_positions
+        self.states: MixerStates | None = None  # of a model with recurrences
         self.dense: DenseRows | None = None
         self.dense_bytes = 0  # that dense rows may take, on a CPU; with 0 its steps attend to pages
 
@@ -118,13 +126,22 @@ class DecodeProgram(Program):
     def grow(self, pages: int) -> None:
         self.store.grow(pages)
 
-    def prefill(self, batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
+    def prefill(self, prefixes: list[Prefix], batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
         seen = (
             {}
             if batch.images is None
             else {"mm_encoder_outputs": {"image": image_features(self.innermost, batch.images)}}
         )
-        self.hidden(batch.input_ids, batch.position_ids, Prefill(self.store, segments, *places), **seen)
+        states: list[dict[int, Parts]] = [{} for _ in prefixes]
+        how = Prefill(self.store, segments, *places, self.innermost.config, states)
+        self.hidden(batch.input_ids, batch.position_ids, how, **seen)
+        if self.states is not None:
+            for prefix, left in zip(prefixes, states, strict=True):
+                self.states.keep(prefix, left)
+
+    def seat(self, running: Sequence[Running]) -> None:
+        if self.states is not None:
+            self.states.seat(running)
 
     def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
         if not are_others and (self.dense is None or self.dense.column + steps <= self.dense.columns):
@@ -144,6 +161,8 @@ class DecodeProgram(Program):
     def free(self) -> None:
         self.dense = None
         self.store.free()
+        if self.states is not None:
+            self.states.free()
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, kv_cache: ShapeReader | Prefill | DecodeStep, **seen: Any
@@ -159,7 +178,7 @@ class DecodeProgram(Program):
     def logits(self, rows: int, table_width: int) -> Tensor:
         positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
         table = self.rows.table[:rows, :table_width]
-        cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
+        cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense, self.states)
         rotary = positions + self.rows.field("shifts", rows) if self.has_axes else positions
         hidden = self.hidden(self.rows.field("tokens", rows)[None], rotary[None], cache)
         if self.dense is not None:
@@ -198,6 +217,10 @@ class MixedProgram(Program):
         policy.prefill(*prefixes)
         with self.mixture.context():
             second.prefill(*prefixes)
+
+    def seat(self, running: Sequence[Running]) -> None:
+        for part in self.parts:
+            part.seat(running)
 
     def lay_out(self, *rows: Any) -> None:
         for part in self.parts:
