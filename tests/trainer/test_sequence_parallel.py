@@ -19,9 +19,10 @@ from posttrain import RewardConfig, RewardTrainer, Sample
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.data.collate import Collator
 from posttrain.models.attention.sequence_parallel import repeats
-from posttrain.models.load.model import LoadOptions, _refuse_shared_rows
+from posttrain.models.load.model import LoadOptions, _refuse_shared_rows, load_model
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.options.processes import lay_out_processes
+from scripts.families import small_model
 from tests import tiny
 from tests.forked import wait_for_group
 from tests.trainer.sequence_parallel_cells import CELLS, SAVED, STEPS, start
@@ -253,3 +254,12 @@ def test_a_loss_of_routers_is_refused_with_what_switches_it_off():
     model = tiny.causal_lm(family="qwen3_moe")
     with pytest.raises(ValueError, match="router_aux_loss_coef=0"):
         _refuse_shared_rows(model, model, LoadOptions(row_part=(0, 2)), RAGGED, 0.1, "tiny", [])
+
+
+def test_recurrences_read_whole_rows():
+    model = small_model("lfm2")
+    load_model(model, LoadOptions())
+    with pytest.raises(
+        ValueError, match="honoured for tiny: it has recurrences or convolutions, which read whole rows"
+    ):
+        _refuse_shared_rows(model, model, LoadOptions(row_part=(0, 2)), RAGGED, 0.0, "tiny", [])

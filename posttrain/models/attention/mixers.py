@@ -47,7 +47,7 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
     """Pass segment bounds on to attention and mixers of the decoder. Returns what undoes it; None: there is nothing to do, or it is
     done."""
     undo: list[Callable[[], None]] = []
-    layers = [part for part in innermost.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    layers = _decoder_layers(innermost)
     if any(hook is _set_on_children for layer in layers for hook in layer._forward_pre_hooks.values()):
         return None
     for layer in layers:
@@ -75,6 +75,14 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch.compiler.reset()
     return take_back
+
+
+def has_mixers(innermost: nn.Module) -> bool:
+    return any(is_mixer(child) for layer in _decoder_layers(innermost) for child in layer.children())
+
+
+def _decoder_layers(innermost: nn.Module) -> list[nn.Module]:
+    return [part for part in innermost.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def is_mixer(module: nn.Module) -> bool:

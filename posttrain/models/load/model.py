@@ -28,6 +28,7 @@ from transformers.models.auto import (
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.vision import VisionFamily
+from posttrain.models.attention.mixers import has_mixers
 from posttrain.models.attention.ragged import install_ragged_attention
 from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
 from posttrain.models.layers.kernels import (
@@ -469,6 +470,8 @@ def _refuse_shared_rows(
         reason = "features of images are handed over to whole rows"
     elif router_loss_weight:
         reason = "the routers' loss is about all tokens of a row; `router_aux_loss_coef=0` switches it off"
+    elif has_mixers(innermost):
+        reason = "it has recurrences or convolutions, which read whole rows"
     else:
         reason = why_not_in_parts(model, innermost, options.row_part, options.sharded)
     if reason is not None:
