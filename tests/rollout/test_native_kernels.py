@@ -77,14 +77,14 @@ CASES = [
         "torch, sinks, narrow values",
         pytest.param("side by side", marks=on_cpu),
         pytest.param("side by side, sinks, narrow values", marks=on_cpu),
-        *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4)),
+        *(pytest.param(f"triton {n}{more}", marks=needs_triton) for n in (1, 4) for more in ("", ", sinks")),
     ],
 )
 def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, softcap):
     torch.manual_seed(1)
     heads, key_heads, width, scale = 6, 2, 24, 0.3
     sinks = torch.randn(heads, device=DEVICE) if "sinks" in way else None
-    widths = (width, width if sinks is None else 16)
+    widths = (width, 16 if "narrow" in way else width)
     store, table = pages_of_rows(prefixes, positions, key_heads, *widths)
     rows = len(prefixes)
     query = torch.randn(rows, heads, width, device=DEVICE)
@@ -102,9 +102,9 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
     else:
         from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
-        splits = int(way.split()[1])
+        splits = int(way.split()[1].strip(","))
         found = decode_attention_triton(
-            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, splits=splits
+            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, sinks, splits
         )
     for row, (position, prefix) in enumerate(zip(positions, prefixes)):
         place = position + (-prefix) % PAGE

@@ -8,6 +8,9 @@ the whole prefix of its group. Softmax over the union of the two comes from the 
 The flash backward needs only out and L of the *whole* softmax, so it can be called for each part with the merged ones and its
 gradients added: exact, no copy of the prefix's keys and values, no mask. (Prefix Grouper, arXiv:2506.05433, shows that shared and
 repeated prefixes have one gradient; ring attention, arXiv:2310.01889, merges parts in this way.)
+
+A sink is a score s without a value: one more part, with L = s and out = 0. So it is added to what the kernels return. Its own
+gradient is -sum_t exp(s - L_t) out_t . grad_t.
 """
 
 from __future__ import annotations
@@ -33,11 +36,78 @@ def shared_prefix_flash(
     prefixes: SharedPrefixes,
     scaling: float | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (tokens, heads, dim) with torch's varlen flash kernel."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return _SharedPrefixFlash.apply(q, k, v, bounds, longest, prefixes, scale, dropout)
+    return _SharedPrefixFlash.apply(q, k, v, sinks, bounds, longest, prefixes, scale, dropout)
+
+
+@torch.compiler.disable
+def sink_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """(1, heads, tokens, dim) -> (tokens, heads, dim): segments apart, with a sink (heads,)."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+    return _SinkFlash.apply(q, k, v, sinks, bounds, longest, scale, dropout, window)
+
+
+class _SinkFlash(torch.autograd.Function):
+    """One flash call and a sink."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        bounds: Tensor,
+        longest: int,
+        scale: float,
+        dropout: float,
+        window: tuple[int, int],
+    ) -> Tensor:
+        ctx.longest, ctx.dropout = longest, dropout
+        ctx.how = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+        out, sums, *seed = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, dropout, True, False, **ctx.how
+        )
+        out, sums = with_sinks(out, sums, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, sums, bounds, *seed[:2])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, sums, bounds, *seed = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad_out, q, k, v, out, sums, bounds, bounds, ctx.longest, ctx.longest, ctx.dropout, True, *seed, **ctx.how
+        )
+        return *gradients, sink_gradient(grad_out, out, sums, sinks), None, None, None, None, None
+
+
+def with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, heads, dim) and log-sum-exps (heads, tokens) with a further score for each head, in new tensors."""
+    scores = sinks.to(sums.dtype)[:, None]
+    share = (sums - scores).sigmoid().T.unsqueeze(-1)
+    return (out * share).to(out.dtype), torch.logaddexp(sums, scores)
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    inner = (grad_out.to(sums.dtype) * out.to(sums.dtype)).sum(-1).T  # (heads, tokens)
+    return -((sinks.to(sums.dtype)[:, None] - sums).exp() * inner).sum(1).to(sinks.dtype)
 
 
 class _SharedPrefixFlash(torch.autograd.Function):
@@ -49,6 +119,7 @@ class _SharedPrefixFlash(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         bounds: Tensor,
         longest: int,
         prefixes: SharedPrefixes,
@@ -67,13 +138,15 @@ class _SharedPrefixFlash(torch.autograd.Function):
         if runs_triton(q):
             from posttrain.models.attention.prefix_triton import merged_parts as merge
         out, sums = merge(out, sums, back, back_sums, prefixes.start)
-        ctx.save_for_backward(q, k, v, out, sums, bounds, *own_seed[:2], *back_seed[:2])
+        if sinks is not None:
+            out, sums = with_sinks(out, sums, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, sums, bounds, *own_seed[:2], *back_seed[:2])
         ctx.longest, ctx.prefixes, ctx.scale, ctx.dropout = longest, prefixes, scale, dropout
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, bounds, seed, offset, back_seed, back_offset = ctx.saved_tensors
+        q, k, v, sinks, out, sums, bounds, seed, offset, back_seed, back_offset = ctx.saved_tensors
         prefixes = ctx.prefixes
         looking, seen = slice(prefixes.start, prefixes.stop), slice(0, prefixes.num_prefix_tokens)
         grad_out = grad_out.contiguous()
@@ -89,7 +162,8 @@ class _SharedPrefixFlash(torch.autograd.Function):
         grad_q[looking] += back_q
         grad_k[seen] += back_k
         grad_v[seen] += back_v
-        return grad_q, grad_k, grad_v, None, None, None, None, None
+        grad_sinks = None if sinks is None else sink_gradient(grad_out, out, sums, sinks)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None
 
 
 def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 `install_ragged_attention` registers a function with transformers' AttentionInterface. When a call carries segment bounds
 (`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with torch's own
 varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
-`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever. Soft-caps of scores and sinks,
-which neither kernel knows, are computed by the formula (`models/attention/softmax`).
+`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever. Soft-caps of scores, which
+neither kernel knows, are computed by the formula (`models/attention/softmax`), as are sinks on a CPU.
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import RowPart, SharedPrefixes
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
-from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
+from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop, sink_flash
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
 from posttrain.models.attention.softmax import attention
 
 RAGGED_ATTENTION = "posttrain_ragged"
 UNCAPPED_ATTENTION = "posttrain_ragged_uncapped"
 """In the place of transformers' `sdpa`, which leaves out the soft-cap of scores that a family may have."""
+HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyValueCache(Protocol):
@@ -92,8 +93,10 @@ def caps_scores(innermost: nn.Module) -> bool:
 
 
 def can_be_replaced(innermost: nn.Module, on_gpu: bool) -> bool:
-    """Whether a family's attention is one that is computed here: SDPA, or, on a CPU, one with sinks, which SDPA does not know."""
-    by_function = getattr(innermost, "_supports_attention_backend", False) and not on_gpu
+    """Whether a family's attention is one that is computed here: SDPA, or one with sinks, which SDPA does not know. On a GPU that
+    takes the flash kernel, which has no float32."""
+    has_kernel = not on_gpu or next(innermost.parameters()).dtype in HALF
+    by_function = getattr(innermost, "_supports_attention_backend", False) and has_kernel
     return getattr(innermost, "_supports_sdpa", False) or by_function
 
 
@@ -145,8 +148,8 @@ def ragged_attention(
         if sliding_window:
             raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
         given = (query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout)
-        if flash_can_run(query) and not softcap and s_aux is None:
-            given = (query, key, as_wide(value, query), *given[3:])
+        if flash_can_run(query) and not softcap:
+            given = (query, key, as_wide(value, query), *given[3:], s_aux)
             return as_narrow(shared_prefix_flash(*given), value).unsqueeze(0), None
         return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
     how = (scaling, dropout, sliding_window, image_blocks, softcap, s_aux)
@@ -185,6 +188,9 @@ def segment_attention(
     causal call per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
     reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
+    if flash_can_run(query) and not softcap and sinks is not None and image_blocks is None:
+        given = (query, key, as_wide(value, query), sinks, bounds, longest, scaling, dropout, sliding_window)
+        return as_narrow(sink_flash(*given), value).unsqueeze(0)
     if reaches and flash_can_run(query) and not softcap and sinks is None:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, as_wide(value, query)))
         left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
@@ -207,7 +213,7 @@ def segment_attention(
 
 def flash_can_run(query: Tensor) -> bool:
     width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+    return query.is_cuda and query.dtype in HALF and width <= 256 and width % 8 == 0
 
 
 def as_wide(value: Tensor, query: Tensor) -> Tensor:

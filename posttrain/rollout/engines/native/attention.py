@@ -219,13 +219,11 @@ class DecodeStep:
         if self.dense is not None:
             return self.dense.attend(place, query, key, value, scale, window, softcap, sinks)[None]
         if runs_triton(query):
-            if sinks is not None:
-                raise NotImplementedError("attention sinks are not known to the decode kernel")
             from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
             return decode_attention_triton(
                 query, key, value, self.store.addresses[place], self.table, self.positions, self.prefixes,
-                self.remaining, scale, window, softcap,
+                self.remaining, scale, window, softcap, None if sinks is None else sinks.contiguous(),
             ).view(1, *query.shape)  # fmt: skip
         keys, values = self.store.keys[place], self.store.values[place]
         where = (self.table, self.positions, self.prefixes)

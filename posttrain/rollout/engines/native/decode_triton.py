@@ -32,9 +32,13 @@ def decode_attention_triton(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """(rows, heads, width) of the new tokens -> (rows, heads, width); `addresses` (2,): of this layer's keys and values."""
+    """(rows, heads, width) of the new tokens -> (rows, heads, width); `addresses` (2,): of this layer's keys and values.
+
+    `sinks` (heads,): scores of a place without a value.
+    """
     rows, heads, width = query.shape
     key_heads = key.shape[1]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -45,12 +49,12 @@ def decode_attention_triton(
     )
     sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device) if splits > 1 else output
     decode_kernel[(rows, key_heads, splits)](
-        query, key, value, addresses, table, positions, prefixes, remaining, partial, sums,
+        query, key, value, addresses, table, positions, prefixes, remaining, partial, sums, query if sinks is None else sinks,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
         scale, softcap or 1.0, window or 0,
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
         WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
-        CAPPED=bool(softcap), WINDOWED=bool(window), ELEMENT=ELEMENTS[query.dtype], num_warps=4,
+        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype], num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
@@ -67,11 +71,11 @@ def _splits(programs: int) -> int:
 # Over 60 lines: Triton inlines a function that is called, but its tensors would have to be passed and returned one by one.
 @triton.jit
 def decode_kernel(
-    query, key, value, addresses, table, positions, prefixes, remaining, output, sums,
+    query, key, value, addresses, table, positions, prefixes, remaining, output, sums, sinks,
     query_row, query_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, window,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    SUNK: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
@@ -134,6 +138,13 @@ def decode_kernel(
         total = total * shrink + weight
         summed = summed * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
         peak = above
+        if SUNK:
+            sink = tl.load(sinks + heads, mask=is_member, other=0.0).to(tl.float32)
+            above = tl.maximum(peak, sink)
+            shrink = tl.exp(peak - above)
+            total = total * shrink + tl.exp(sink - above)
+            summed = summed * shrink[:, None]
+            peak = above
 
     place = (row * KEY_HEADS * GROUP + heads) * SPLITS + split
     if SPLITS == 1:
