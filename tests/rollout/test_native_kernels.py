@@ -77,7 +77,11 @@ CASES = [
         "torch, sinks, narrow values",
         pytest.param("side by side", marks=on_cpu),
         pytest.param("side by side, sinks, narrow values", marks=on_cpu),
-        *(pytest.param(f"triton {n}{more}", marks=needs_triton) for n in (1, 4) for more in ("", ", sinks")),
+        *(
+            pytest.param(f"triton {n}{more}", marks=needs_triton)
+            for n in (1, 4)
+            for more in ("", ", sinks", ", narrow values")
+        ),
     ],
 )
 def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, softcap):

@@ -124,8 +124,7 @@ class ShapeReader:
         self.states: dict[int, Parts] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
-        # Of unlike widths the kernels of a GPU know nothing.
-        are_alike = key.shape[:-1] == value.shape[:-1] and (key.shape == value.shape or not query.is_cuda)
+        are_alike = key.shape[:-1] == value.shape[:-1]
         if module.layer_idx in self.shapes or not are_alike or query.shape[-1] != key.shape[-1]:
             raise NotImplementedError(
                 f"layer {module.layer_idx} attends twice, or its keys {tuple(key.shape)} are not shaped as its values "
@@ -224,7 +223,7 @@ class DecodeStep:
             return decode_attention_triton(
                 query, key, value, self.store.addresses[place], self.table, self.positions, self.prefixes,
                 self.remaining, scale, window, softcap, None if sinks is None else sinks.contiguous(),
-            ).view(1, *query.shape)  # fmt: skip
+            )[None]  # fmt: skip
         keys, values = self.store.keys[place], self.store.values[place]
         where = (self.table, self.positions, self.prefixes)
         write_token(keys, values, key, value, *where, self.remaining > 0)

@@ -35,17 +35,19 @@ def decode_attention_triton(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """(rows, heads, width) of the new tokens -> (rows, heads, width); `addresses` (2,): of this layer's keys and values.
+    """(rows, heads, width) of the new tokens -> (rows, heads, width of values); `addresses` (2,): of this layer's keys and values.
 
     `sinks` (heads,): scores of a place without a value.
     """
     rows, heads, width = query.shape
-    key_heads = key.shape[1]
+    key_heads, value_width = value.shape[1:]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     splits = splits or _splits(rows * key_heads)
-    output = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    output = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     partial = (
-        torch.empty(rows, heads, splits, width, dtype=torch.float32, device=query.device) if splits > 1 else output
+        torch.empty(rows, heads, splits, value_width, dtype=torch.float32, device=query.device)
+        if splits > 1
+        else output
     )
     sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device) if splits > 1 else output
     decode_kernel[(rows, key_heads, splits)](
@@ -53,13 +55,15 @@ def decode_attention_triton(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
         scale, softcap or 1.0, window or 0,
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
-        WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
+        WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
+        VALUE_LANES=max(16, triton.next_power_of_2(value_width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
         CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype], num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
-            partial, sums, output, heads, WIDTH=width, LANES=triton.next_power_of_2(width), SPLITS=splits, num_warps=1
-        )
+            partial, sums, output, heads, WIDTH=value_width, LANES=triton.next_power_of_2(value_width), SPLITS=splits,
+            num_warps=1,
+        )  # fmt: skip
     return output
 
 
@@ -74,8 +78,8 @@ def decode_kernel(
     query, key, value, addresses, table, positions, prefixes, remaining, output, sums, sinks,
     query_row, query_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, window,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    SUNK: tl.constexpr, ELEMENT: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
@@ -85,8 +89,8 @@ def decode_kernel(
         tl.load(addresses).to(tl.pointer_type(ELEMENT)), 16
     )  # torch aligns: whole vectors can be read
     values = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(ELEMENT)), 16)
-    lanes = tl.arange(0, LANES)
-    inside = lanes < WIDTH
+    lanes, value_lanes = tl.arange(0, LANES), tl.arange(0, VALUE_LANES)
+    inside, inside_value = lanes < WIDTH, value_lanes < VALUE_WIDTH
     members = tl.arange(0, TILE)
     is_member = members < GROUP
     heads = head * GROUP + members
@@ -102,14 +106,14 @@ def decode_kernel(
     share = tl.cdiv(blocks, SPLITS)
     peak = tl.full([TILE], -1.0e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    summed = tl.zeros([TILE, LANES], tl.float32)
+    summed = tl.zeros([TILE, VALUE_LANES], tl.float32)
     for block in range(split * share, tl.minimum((split + 1) * share, blocks)):
         places = first + block * BLOCK + tl.arange(0, BLOCK)
         seen = (places < last) & ((places < prefix) | (places >= prefix + gap))
         page = tl.load(table + row * table_row + places // PAGE, mask=seen, other=0).to(tl.int64)
-        offsets = ((page * KEY_HEADS + head) * PAGE + places % PAGE) * WIDTH
+        tokens = (page * KEY_HEADS + head) * PAGE + places % PAGE
         filled = seen[:, None] & inside[None, :]
-        k = tl.load(keys + offsets[:, None] + lanes[None, :], mask=filled, other=0.0)
+        k = tl.load(keys + tokens[:, None] * WIDTH + lanes[None, :], mask=filled, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
@@ -118,18 +122,19 @@ def decode_kernel(
         shrink = tl.exp(peak - above)
         weights = tl.exp(scores - above[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values + offsets[:, None] + lanes[None, :], mask=filled, other=0.0)
+        filled = seen[:, None] & inside_value[None, :]
+        v = tl.load(values + tokens[:, None] * VALUE_WIDTH + value_lanes[None, :], mask=filled, other=0.0)
         summed = summed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = above
 
     if split == SPLITS - 1:  # the new token itself, from registers, and onto its page
         new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
-        new_value = tl.load(value + row * value_row + head * value_head + lanes, mask=inside, other=0.0)
+        new_value = tl.load(value + row * value_row + head * value_head + value_lanes, mask=inside_value, other=0.0)
         if tl.load(remaining + row) > 0:
             page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
-            offset = ((page * KEY_HEADS + head) * PAGE + last % PAGE) * WIDTH
-            tl.store(keys + offset + lanes, new_key, mask=inside)
-            tl.store(values + offset + lanes, new_value, mask=inside)
+            token = (page * KEY_HEADS + head) * PAGE + last % PAGE
+            tl.store(keys + token * WIDTH + lanes, new_key, mask=inside)
+            tl.store(values + token * VALUE_WIDTH + value_lanes, new_value, mask=inside_value)
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -152,7 +157,8 @@ def decode_kernel(
     else:
         tl.store(sums + place * 2, peak, mask=is_member)
         tl.store(sums + place * 2 + 1, total, mask=is_member)
-    tl.store(output + place[:, None] * WIDTH + lanes[None, :], summed, mask=both)
+    both = is_member[:, None] & inside_value[None, :]
+    tl.store(output + place[:, None] * VALUE_WIDTH + value_lanes[None, :], summed, mask=both)
 
 
 @triton.jit
