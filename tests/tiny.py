@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -34,7 +35,13 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 SENTENCES = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
-FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig, "gpt_oss": GptOssConfig}
+FAMILIES = {
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
+    "lfm2": Lfm2Config,
+}
 
 
 def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:

@@ -74,7 +74,7 @@ def test_rows_that_come_and_go_keep_their_states(model, expected):
     assert engine._made[0].states._rows == []  # nothing is held between sessions
 
 
-def test_who_is_put_back_is_computed_again(model, expected):
+def test_a_request_that_is_put_back_is_computed_again(model, expected):
     engine = NativeEngine(model)
     with engine.session(SEEDED):
         page_bytes = engine._made[0].page_bytes
@@ -88,7 +88,7 @@ def test_who_is_put_back_is_computed_again(model, expected):
     assert [found[ticket].ids.tolist() for ticket in tickets] == texts(expected)
 
 
-def test_who_is_cancelled_leaves_the_others_as_they_are(model, expected):
+def test_cancelled_requests_leave_the_others_as_they_are(model, expected):
     with NativeEngine(model, max_slots=6).session(SEEDED) as session:
         tickets = [session.add(prompt) for prompt in asked()]
         found = dict(session.advance())

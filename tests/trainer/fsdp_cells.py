@@ -56,6 +56,7 @@ REWARDED = ("grpo", "ppo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo
 TAUGHT = ("gkd", "distillation", "iw_opd", "minillm", "gold")
 MOVES = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 AVERAGED = {"teacher_model_kind": "ema", "teacher_update_rate": 0.3}
+CONVOLUTIONS = {"family": "lfm2", "layer_types": ["conv", "full_attention"]}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -88,6 +89,7 @@ CELLS = {
     "sft-padded": Cell("sft", {"padding_free": False, "loss_type": "dft", "chunk_tokens": 7}),
     "sft-passes": Cell("sft", {"max_tokens_per_pass": 90}),
     "sft-experts": Cell("sft", {"router_aux_loss_coef": 0.1}, model={"family": "qwen3_moe"}),
+    "sft-convolutions": Cell("sft", {"gradient_checkpointing": True}, model=CONVOLUTIONS),
     "sft-recomputed": Cell("sft", {"gradient_checkpointing": True}),
     "sft-launched": Cell("sft", {"optim": "adamw_torch"}, launched=True, resumes=True),
     "sft-lora": Cell("sft", {"max_grad_norm": 0.5}, LORA, resumes=True),
@@ -111,6 +113,7 @@ CELLS = {
     "prm": Cell("prm", {"eval_strategy": "steps"}, resumes=True),
     "prm-lora": Cell("prm", {}, LORA),
     "grpo": Cell("grpo", ONLINE | {"eval_strategy": "steps"}, resumes=True),
+    "grpo-convolutions": Cell("grpo", ONLINE, model=CONVOLUTIONS),
     "ppo": Cell("ppo", PPO, resumes=True),
     "ppo-lora": Cell("ppo", PPO, LORA, resumes=True),
     "gkd": Cell("gkd", {**GKD, "eval_strategy": "steps"}, resumes=True),

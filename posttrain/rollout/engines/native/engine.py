@@ -283,7 +283,8 @@ class NativeSession:
         self, engine: NativeEngine, params: SamplingParams, program: Program, graphs: StepGraphs | None, pool: PagePool
     ) -> None:
         self.engine, self.params, self.program, self.graphs, self.pool = engine, params, program, graphs, pool
-        self.scheduler = Scheduler(pool, engine.max_slots, engine.prefill_tokens)
+        # States of a prefix may take as much as thousands of its tokens on pages.
+        self.scheduler = Scheduler(pool, engine.max_slots, engine.prefill_tokens, looks_ahead=not program.has_states)
         self.end = EndOfText(params, engine.decode)
         self.grammar = Grammar(params, engine.decode, engine.vocabulary) if params.regex is not None else None
         self.readers: dict[int, GrammarReader] = {}

@@ -84,8 +84,10 @@ class _Waiting:
 class Scheduler:
     """Queue, slots and pages of one session."""
 
-    def __init__(self, pool: PagePool, max_slots: int, prefill_tokens: int) -> None:
+    def __init__(self, pool: PagePool, max_slots: int, prefill_tokens: int, looks_ahead: bool = True) -> None:
+        """`looks_ahead`: whether prefixes may be computed before a slot is free for their samples."""
         self.pool, self.max_slots, self.prefill_tokens = pool, max_slots, prefill_tokens
+        self.looks_ahead = looks_ahead
         self.running: list[Running] = []
         self.preempted = 0
         # pages for all that run or could join, to their ends: set by the owner of the memory
@@ -153,7 +155,7 @@ class Scheduler:
             prefix.users += 1
             self.running.append(Running(waiting.request, prefix))
             self.changes += 1
-        if new:
+        if new and self.looks_ahead:
             self._look_ahead(new)
         return new
 

@@ -1,9 +1,9 @@
 """States of mixers (`models/attention/mixers`): what recurrences and convolutions remember of the tokens so far.
 
-Keys and values lie on pages, token by token; a state is that of a whole sequence. A prefix is run once, and the states in which it
+Keys and values lie on pages, token by token; a state belongs to a whole sequence. A prefix is run once, and the states in which it
 leaves the mixers are kept with it. Each row that begins on it gets a copy. In decode steps the states of all rows lie side by side
-in the tensors of transformers' own cache, whose layers update them in place. Who is put back into the queue loses them, as he
-loses his pages: they are computed again.
+in the tensors of transformers' own cache, whose layers update them in place. A request that is put back into the queue loses its
+states with its pages, and both are computed again.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ class Program:
     page_bytes: int  # of all keys and values that one page has
     pages: int  # that there is memory for
 
+    @property
+    def has_states(self) -> bool:
+        """Whether it keeps states of whole sequences besides."""
+        raise NotImplementedError
+
     def begin(self, dense_bytes: int) -> None:
         """A session begins; dense rows may take so much memory."""
         raise NotImplementedError
@@ -119,6 +124,10 @@ class DecodeProgram(Program):
     @property
     def pages(self) -> int:
         return self.store.pages
+
+    @property
+    def has_states(self) -> bool:
+        return self.states is not None
 
     def begin(self, dense_bytes: int) -> None:
         self.dense_bytes = dense_bytes
@@ -202,6 +211,10 @@ class MixedProgram(Program):
     @property
     def pages(self) -> int:
         return self.parts[0].pages
+
+    @property
+    def has_states(self) -> bool:
+        return any(part.has_states for part in self.parts)
 
     def begin(self, dense_bytes: int) -> None:
         self.weight.fill_(self.mixture.share())
