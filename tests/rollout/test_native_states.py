@@ -9,12 +9,15 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import Prompt, generate
 from posttrain.rollout.engines.select import ENGINES
+from posttrain.rollout.engines.transformers import TransformersEngine
 from scripts.families import plain_logps, small_model
 from tests import tiny
 from tests.rollout.families import SEEDED, prompts, texts
+from tests.rollout.test_mixture import moved
 from tests.rollout.test_weights_in_flight import into
 
 FAMILIES = {
@@ -168,3 +171,12 @@ def test_a_policy_with_recurrences_trains_on_what_it_wrote(tmp_path):
     apart = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history if "loss" in line]
     assert len(apart) == 2
     assert max(apart) < 1e-5
+
+
+def test_a_mixture_has_states_of_both_models():
+    first, other = made("falcon_h1"), moved(made("falcon_h1"))
+    engines = [kind(first, mixture=Mixture(other, lambda: 0.4)) for kind in (NativeEngine, TransformersEngine)]
+    assert engines[0].why_not() is None
+    native, plain = (texts(generate(engine, asked(), SEEDED)) for engine in engines)
+    assert native == plain
+    assert native != texts(generate(NativeEngine(first), asked(), SEEDED))
