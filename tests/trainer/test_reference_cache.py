@@ -132,6 +132,25 @@ def test_rows_that_come_later_are_computed_when_they_are_evaluated_on(tmp_path, 
     assert counted.since() == 0
 
 
+@pytest.mark.parametrize("kind", ["module", "folder"])
+def test_the_policy_itself_answers_before_training(tmp_path, monkeypatch, kind):
+    """No second model is made on the device; of a module, which will have moved, one stays in host memory."""
+    monkeypatch.setattr("posttrain.trainer.references.setup.create_reference_model", lambda *_: pytest.fail("a copy"))
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    made = dpo(tmp_path, rows(0, 8), model=str(tmp_path / "model") if kind == "folder" else None)
+    assert made.model.training or not any(isinstance(part, torch.nn.Dropout) for part in made.model.modules())
+    assert all(parameter.requires_grad for parameter in made.model.parameters())
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    kept = made.reference._annotate.reference
+    if kind == "folder":
+        assert kept is None
+    else:
+        wanted = tiny.causal_lm().state_dict()
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in kept.model.state_dict().items())
+        assert not any(parameter.requires_grad for parameter in kept.model.parameters())
+
+
 def test_changed_weights_compute_everything(tmp_path, counted):
     dpo(tmp_path, rows(0, 8))
     counted.since()

@@ -227,6 +227,14 @@ def create_reference_model(
     return copy.deepcopy(model, memo).requires_grad_(False).eval()
 
 
+def copy_on_host(model: nn.Module) -> nn.Module:
+    """A deep copy in host memory; on the device there is never a second one."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in tensors}
+    memo |= {id(parameter): nn.Parameter(memo[id(parameter)], False) for parameter in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
 def _layer_prefixes(model: nn.Module, count: int, pattern: str | None) -> list[str]:
     candidates = [pattern] if pattern else ["model.layers.{layer}", "transformer.h.{layer}", "gpt_neox.layers.{layer}"]
     names = [name for name, _ in model.named_parameters()]

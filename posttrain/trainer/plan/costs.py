@@ -122,8 +122,8 @@ class RunMemory:
         self.resident = {"weights": weights, "reward models": judges, "reference": weights * (run.reference == COPY)}
         self.resident["teacher"] = self._teacher_bytes()
         self.loaded = dict(self.resident)
-        if run.reference == COMPUTED_BEFORE and not shape.is_adapter:  # it answers before training, and goes
-            self.loaded["reference"] = weights
+        if run.reference == COMPUTED_BEFORE and not shape.is_adapter and args.sharding is not None:
+            self.loaded["reference"] = weights  # it answers before training, and goes; else the policy itself answers
         self.generation: dict[str, float] = {}
         self.scores = counts.rollouts is not None and (run.side.needs_old_logps or run.side.needs_reference)
         if counts.rollouts is not None and args.use_vllm:

@@ -36,6 +36,7 @@ from posttrain.models.load.reference import (
     Precomputed,
     Reference,
     adapter_off,
+    copy_on_host,
     create_reference_model,
     frozen_adapter,
     frozen_copy,
@@ -126,14 +127,24 @@ class ReferenceSetup:
             raise ValueError("`ref_model` is the model that is trained: it would move. Leave it out, or pass a copy.")
         if rows_carry_reference(train_dataset):
             return _given(args, ref_model), train_dataset, eval_dataset
-        reference = self.live(ref_model, source)
+        # Before training the policy is its own reference: no second model is made, unless later rows could not be answered.
+        asks_policy = ref_model is None and not is_peft_model(self.policy.model) and args.sharding is None
+        asks_policy = asks_policy and args.precompute_ref_log_probs
+        if asks_policy:
+            reference = ModelReference(self.policy.model, "the policy before training")
+        else:
+            reference = self.live(ref_model, source)
         if args.precompute_ref_log_probs:
             folder = cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir))
             store = store_of(reference, folder, args.world_size)
             train_dataset = self._annotated(reference, store, train_dataset, "train")
             eval_dataset = self._annotated(reference, store, eval_dataset, "eval")
             # Rows that are evaluated on later are asked of what the reference comes from.
-            reference = Precomputed(_LateRows(self, reference, store, source if ref_model is None else ref_model))
+            source = source if ref_model is None else ref_model
+            if asks_policy:
+                is_there = not isinstance(source, nn.Module)
+                reference = None if is_there else frozen_copy(copy_on_host(self.policy.model))
+            reference = Precomputed(_LateRows(self, reference, store, source))
         logger.info(f"The reference is {reference}.")
         return reference, train_dataset, eval_dataset
 
@@ -341,7 +352,8 @@ def _given(args: Any, ref_model: Any) -> Reference:
 class _LateRows:
     """The reference's log-probs of rows that were given after the others' had been computed."""
 
-    def __init__(self, setup: ReferenceSetup, reference: ModelReference, store: RowStore, source: Any) -> None:
+    def __init__(self, setup: ReferenceSetup, reference: ModelReference | None, store: RowStore, source: Any) -> None:
+        """`reference`: who is asked; None, and a copy of what has a name: it is loaded again."""
         self.setup, self.store, self.source = setup, store, source
         self.is_sharded = setup.args.sharding == FSDP
         is_copy, has_name = isinstance(reference, FrozenCopy), not isinstance(source, nn.Module)
