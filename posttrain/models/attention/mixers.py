@@ -59,9 +59,8 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
         undo += [layer.register_forward_hook(_clear_on_children, always_call=True).remove]
         undo += [child.register_forward_pre_hook(_add_carried, with_kwargs=True).remove for child in others]
         for mixer in mixers:
-            mixer.forward = types.MethodType(
-                _by_segments, mixer
-            )  # a deep copy of the mixer computes with its own weights
+            # A method, not a closure: a deep copy of the mixer computes with its own weights.
+            mixer.forward = types.MethodType(_by_segments, mixer)
             undo.append(lambda mixer=mixer: delattr(mixer, "forward"))
 
     def take_back() -> None:
