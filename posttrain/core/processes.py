@@ -72,35 +72,35 @@ class RollCall:
             pass
 
     def waits(self) -> None:
-        """To be called every few seconds by whoever is not there yet."""
+        """To be called every few seconds by a process that still waits."""
         if self._group is not None:
             self._round(WAITS)
 
     def _round(self, word: str) -> str:
         """Every process says WAITS, HERE or what is wrong; the answer is HERE where all said so."""
         if self.rank == 0:
-            words = [word, *(self._heard_from(rank) for rank in range(1, self.world_size))]
+            words = [word, *(self._received_from(rank) for rank in range(1, self.world_size))]
             answer = next((said for said in words if said not in (WAITS, HERE)), WAITS if WAITS in words else HERE)
             for rank in range(1, self.world_size):
                 self._say(answer, rank)
         else:
             self._say(word, 0)
-            answer = self._heard_from(0)
+            answer = self._received_from(0)
         if answer not in (WAITS, HERE):
             raise ProcessLost(f"{answer.rstrip('.')}. {RESTART}")
         return answer
 
     def _say(self, word: str, rank: int) -> None:
         content = word.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
-        with contextlib.suppress(RuntimeError):  # that nobody is there is noticed by listening
+        with contextlib.suppress(RuntimeError):  # a process that is gone is noticed when its message is received
             dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, self._group)
 
-    def _heard_from(self, rank: int) -> str:
-        heard = torch.empty(WORD_BYTES, dtype=torch.uint8)
+    def _received_from(self, rank: int) -> str:
+        received = torch.empty(WORD_BYTES, dtype=torch.uint8)
         try:
-            dist.recv(heard, rank, self._group)
+            dist.recv(received, rank, self._group)
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
             how = f"has said nothing for {self.seconds:g} s" if is_late else "has ended without a word"
             return f"Process {rank} {how}, while others waited for rollouts: its own log says why."
-        return heard.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+        return received.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")

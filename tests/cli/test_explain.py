@@ -488,6 +488,17 @@ def test_the_plan_for_a_gpu_is_carried_out_before_its_memory_is_told(seven_billi
     assert cut.memory.phases[-1].terms["gradients"] == 4 * cut.shape.trained
 
 
+def test_a_reference_that_answers_before_training_is_no_second_model(seven_billion):
+    def phases(**options):
+        told = explained("dpo", "dpo", {**SMALL, **seven_billion, **options})
+        return {phase.name: phase.terms for phase in told.memory.phases}
+
+    weights = 2 * 7_615_616_512
+    assert phases()["load"] == {"weights": weights, "reference": weights}
+    assert phases(precompute_ref_log_probs=True)["load"] == {"weights": weights}
+    assert "reference" not in phases(precompute_ref_log_probs=True)["update"]
+
+
 def test_a_run_that_may_use_less_is_planned_for_that(seven_billion):
     def planned(gpu=None, **memory):
         found = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True, **memory}, gpu)

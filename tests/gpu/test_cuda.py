@@ -258,6 +258,26 @@ def test_compiled_layers_keep_less_than_uncompiled_ones():
     assert kept[0] < 0.6 * kept[1]
 
 
+def test_the_smallest_peak_is_smaller(tmp_path):
+    rows = [{"input_ids": torch.randint(3, 4096, (512,)).tolist()} for _ in range(64)]
+    peaks, norms = {}, {}
+    for memory in (None, "least"):
+        args = SFTConfig(
+            output_dir=str(tmp_path), max_steps=2, logging_steps=1, per_device_train_batch_size=64, report_to="none",
+            save_strategy="no", bf16=True, compile_layers=False, memory=memory,
+        )  # fmt: skip
+        made = SFTTrainer(
+            model(torch.bfloat16), args, train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer()
+        )
+        torch.cuda.reset_peak_memory_stats()
+        made.train()
+        peaks[memory], norms[memory] = torch.cuda.max_memory_allocated(), made.state.log_history[0]["grad_norm"]
+        del made
+    print(f"peak: {peaks}")
+    assert peaks["least"] < 0.8 * peaks[None]
+    assert norms["least"] == pytest.approx(norms[None], rel=0.02)
+
+
 def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):

@@ -123,6 +123,18 @@ def test_states_are_computed_again_under_other_weights():
     assert [found[ticket].ids.tolist() for ticket in tickets] == texts(wanted)
 
 
+def test_prefixes_are_not_computed_before_there_is_a_slot():
+    """Each has states of its own, which may be as large as the keys and values of thousands of tokens."""
+    with NativeEngine(made("lfm2"), max_slots=3).session(SEEDED) as session:
+        for prompt in prompts(12):
+            session.add(prompt)
+        session.advance()
+        held = [prefix for prefix in session.scheduler._prefixes.values() if prefix.states]
+        assert len(held) <= 3
+        while session.in_flight:
+            session.advance()
+
+
 def test_slots_are_as_many_as_there_is_memory_for_states(monkeypatch):
     model = made("falcon_h1")
     engine = NativeEngine(model)

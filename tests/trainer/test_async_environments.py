@@ -17,31 +17,18 @@ pytestmark = pytest.mark.slow
 EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "max_steps": 4}
 
 
-class Climb:
+class Climb(test_agents.Counter):
     """Each instance serves one episode after the other, in the process that plays them."""
 
     def reset(self, number, **row):
         self.count = number
         return f"You are at {number}."
 
-    def up(self, by: int) -> str:
-        """
-        Go up.
-
-        Args:
-            by: How far.
-        """
-        self.count += by
-        return f"You are at {self.count}."
-
     def where(self) -> str:
         """
         The process that plays.
         """
         return str(os.getpid())
-
-    def get_reward(self) -> float:
-        return float(self.count)
 
 
 class Silent:

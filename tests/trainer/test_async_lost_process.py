@@ -27,7 +27,7 @@ def start(folder: Path, seconds: float) -> list[Child]:
     """Two processes of a run, of which the first is given its first rewards `seconds` late."""
 
     def train(rank: int) -> None:
-        feed.TELL_SECONDS = 1.0
+        feed.REPORT_SECONDS = 1.0
 
         def late(**given: object) -> list[float]:
             begun = folder / f"judges-{rank}"

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from posttrain.rollout.engines.native.engine import NativeSession
 from posttrain.rollout.feed import feed, remote
 from posttrain.rollout.feed.ledger import Ledger
+from tests import tiny
 from tests.forked_workers import LAUNCHED, forked_workers  # noqa: F401
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
 
@@ -135,6 +136,20 @@ def test_adapters_and_frozen_weights_reach_a_process(tmp_path):
     wanted = weights(run(tmp_path / "thread", **options))
     found = weights(run(tmp_path / "process", rollout_workers=1, **options))
     assert all(torch.equal(left, right) for left, right in zip(wanted.values(), found.values()))
+
+
+@forked
+@pytest.mark.slow
+def test_a_process_writes_with_recurrent_states(tmp_path):
+    """What passes segment bounds on to the layers is sent to the worker with the model."""
+    found = []
+    for workers in (None, 1):
+        model = tiny.causal_lm(family="lfm2", layer_types=["conv", "full_attention"])
+        made = run(tmp_path / f"{workers}", model=model, rollout_workers=workers, **EXACT | {"max_steps": 3})
+        assert made.loaded.layout == "shared"
+        found.append((weights(made), written(tmp_path / f"{workers}")))
+    assert all(torch.equal(left, right) for left, right in zip(found[0][0].values(), found[1][0].values()))
+    assert found[0][1] == found[1][1]
 
 
 @forked

@@ -135,7 +135,7 @@ def _by_segments(mixer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
         """(rows, length, width) of the tokens (rows, length) of the row -> the same shape."""
         laid = {name: _laid_out(value, tokens, hidden_states.shape[1]) for name, value in left.items()}
         if "attention_mask" in laid:
-            laid["attention_mask"] = None  # what is padded stands behind everything
+            laid["attention_mask"] = None  # padding comes after all tokens of its row
         found = plain(mixer, packed, *args, **laid | more)
         rest[:] = found[1:] if isinstance(found, tuple) else []
         return found[0] if isinstance(found, tuple) else found
@@ -204,9 +204,8 @@ def _made_rows(bounds: Tensor, prefixes: SharedPrefixes | None) -> _Rows:
         if start == stop or start in laid:
             continue
         before = range(0) if prefix is None else range(*segments[prefix][:2])
-        copied = (
-            len(before) if before.start in laid else 0
-        )  # the first that needs a prefix computes it for the row itself
+        # The first continuation of a prefix computes it for the row itself.
+        copied = len(before) if before.start in laid else 0
         laid.update(before[:1])
         rows.append((np.array([*before, *range(start, stop)]), copied))
     batches, taken_tokens = [], []
@@ -233,7 +232,7 @@ def _of_similar_length(rows: list[tuple[np.ndarray, int]]) -> list[list[tuple[np
 
 
 class _Packed(torch.autograd.Function):
-    """(tokens, width) -> (rows, longest, width); backward each token gathers from the places where it stands."""
+    """(tokens, width) -> (rows, longest, width); the gradient of a token is the sum over its places."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, batch: _Batch, repeats: bool) -> Tensor:
@@ -245,7 +244,7 @@ class _Packed(torch.autograd.Function):
         tokens, taken, flat = ctx.batch.tokens.flatten(), ctx.batch.taken, gradient.flatten(0, 1)
         if not ctx.repeats:  # nothing is added up
             return flat.new_zeros(ctx.shape).index_copy_(0, tokens[taken], flat[taken]), None, None
-        # What stands behind a row's end has a gradient of 0.
+        # The gradient of padding is 0.
         total = flat.new_zeros(ctx.shape, dtype=torch.promote_types(flat.dtype, torch.float32))
         return total.index_add_(0, tokens, flat.to(total.dtype)).to(flat.dtype), None, None
 

@@ -309,14 +309,36 @@ LEAST = "least"
 LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 
-def rungs(overrides: MemoryOverrides, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
-    """(level of checkpointing, offload, 8-bit moments), mildest first, of what the user has left open."""
+Rung = tuple[str, bool, bool]
+"""(level of checkpointing, offload, 8-bit moments)"""
+
+
+def rungs(overrides: MemoryOverrides, can_recompute: bool = True) -> list[Rung]:
+    """Mildest first, of what the user has left open."""
     chosen = overrides.checkpointing or (None if can_recompute else NONE)
     may_offload = can_recompute if overrides.offload is None else overrides.offload
     ladder = [(chosen or FULL, True)] if overrides.offload else LADDER
     pairs = [pair for pair in ladder if chosen in (None, pair[0]) and (may_offload or not pair[1])]
     eight_bit = (False, True) if overrides.optim is None else (overrides.optim == EIGHT_BIT,)
     return [(*pair, bits) for bits in eight_bit for pair in pairs]
+
+
+def _chosen(
+    ladder: Sequence[Rung],
+    room: float,
+    batch: BatchTokens,
+    fixed: Callable[[Rung], float],
+    a_token: Callable[[Rung], float],
+    least: bool,
+) -> tuple[Rung, int]:
+    """The mildest rung whose passes are large enough (else the last), or the one that needs least; the tokens of a pass."""
+    if least:
+        return min(ladder, key=lambda rung: fixed(rung) + batch.wanted * a_token(rung)), batch.wanted
+    for rung in ladder:
+        fitting = int((room - fixed(rung)) // a_token(rung))
+        if fitting >= batch.wanted:
+            break
+    return rung, fitting
 
 
 def memory_plan(
@@ -342,28 +364,25 @@ def memory_plan(
     if least and batch.can_split:
         batch = replace(batch, enough=0)
 
-    def fixed_cost(eight_bit: bool) -> float:
-        return state.total(EIGHT_BIT if eight_bit else optim)
+    def fixed(rung: Rung) -> float:
+        return state.total(EIGHT_BIT if rung[2] else optim)
 
-    def smallest_pass(rung: tuple[str, bool, bool]) -> float:
-        return fixed_cost(rung[2]) + batch.wanted * (activations.of(*rung[:2]) + asked_for)
+    def a_token(rung: Rung) -> float:
+        return activations.of(*rung[:2]) + asked_for
 
-    ladder = rungs(overrides, can_recompute)
-    for level, offload, eight_bit in [min(ladder, key=smallest_pass)] if least else ladder:
-        fixed = fixed_cost(eight_bit)
-        fitting = batch.wanted if least else int((room - fixed) // (activations.of(level, offload) + asked_for))
-        if fitting >= batch.wanted:
-            break
+    rung, fitting = _chosen(rungs(overrides, can_recompute), room, batch, fixed, a_token, least)
+    level, offload, eight_bit = rung
+    optim = EIGHT_BIT if eight_bit else optim
     keep_logits = bool(overrides.keep_logits)
     if overrides.keep_logits is None and logit_bytes and level == NONE and not least:
-        beside_them = int((room - fixed) // (activations.of(level, offload) + logit_bytes))
+        beside_them = int((room - state.total(optim)) // (activations.of(level, offload) + logit_bytes))
         # A micro-batch that is one pass stays one: adding gradients up would cost more than the logits save.
         keep_logits = beside_them >= (batch.wanted if fitting < batch.largest else batch.largest)
         fitting = beside_them if keep_logits else fitting
     tokens = max(min(fitting, batch.largest), batch.wanted)
     terms = {
-        "the optimizer's moments": state.moments(EIGHT_BIT if eight_bit else optim),
-        "masters": state.masters_of(EIGHT_BIT if eight_bit else optim),
+        "the optimizer's moments": state.moments(optim),
+        "masters": state.masters_of(optim),
         "gradients": state.gradients,
         "the head": state.head,
         "activations": tokens * activations.of(level, offload),

@@ -21,8 +21,8 @@ from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, fair_share
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
-TELL_SECONDS = 5.0  # how long whoever waits keeps from other processes that he does
+LOOK_SECONDS = 1.0  # how often a thread that waits checks whether the run has failed or stopped
+REPORT_SECONDS = 5.0  # how often a process that waits reports that to the others
 GATHER_SECONDS = 60.0  # for which workers that were started and have not asked yet have their share kept for them
 SAY_SECONDS = 10.0  # without a group, after which the log says who is waited for; then after twice as long
 STALE, ZERO_VARIANCE = "stale", "zero_variance"
@@ -55,7 +55,7 @@ class Feed:
         self.step = 0  # optimizer steps that are done
         self.waited = 0.0  # seconds that the trainer waited for the last window
         self.stopped = False
-        self.while_waiting: Callable[[], None] | None = None  # called every few seconds by whoever waits
+        self.while_waiting: Callable[[], None] | None = None  # called every REPORT_SECONDS while a window is waited for
         self._expected, self._expected_until = 1, 0.0  # workers that were started together
         self._round = 0  # of the last window: how often groups of it were replaced
         self._first_readable = 0  # number; a stream was read past what came before
@@ -123,17 +123,17 @@ class Feed:
 
     def _until(self, ready: Callable[[], Found | None], who: str) -> Found:
         """Wait until `ready` finds something. The log says for whom; without a group for `patience` seconds it ends."""
-        finished, since, say_at, told = -1, self.clock(), SAY_SECONDS, self.clock()
+        finished, since, say_at, reported = -1, self.clock(), SAY_SECONDS, self.clock()
         while (found := ready()) is None:
             self._raise_error()
             self._changed.wait(LOOK_SECONDS)
-            if self.while_waiting is not None and self.clock() - told > TELL_SECONDS:
+            if self.while_waiting is not None and self.clock() - reported > REPORT_SECONDS:
                 self._changed.release()  # others hand groups in meanwhile
                 try:
                     self.while_waiting()
                 finally:
                     self._changed.acquire()
-                told = self.clock()
+                reported = self.clock()
             now = self.clock()
             if self.ledger.totals[FINISHED] != finished:
                 finished, since, say_at = self.ledger.totals[FINISHED], now, SAY_SECONDS

@@ -168,7 +168,7 @@ class Prefill:
         return self.segments.attend(query, key, value, scale, window, softcap, sinks)
 
     def mix(self, layer: int, run: Mix) -> Tensor:
-        """Segments of one length together: behind the end of a shorter one its state would go on."""
+        """Segments of one length together: padding would change the state in which a shorter one ends."""
         edges = self.segments.bounds.tolist()
         of_length: dict[int, list[int]] = {}
         for number, (start, stop) in enumerate(itertools.pairwise(edges)):

@@ -223,7 +223,7 @@ class Scheduler:
             self._forget(prefix)
 
     def keep_from_others(self) -> None:
-        """Who runs goes on with keys and values of weights that are gone; whoever joins does not share them."""
+        """Running requests continue with keys and values of weights that are gone; requests that join do not share them."""
         kept, self._prefixes = self._prefixes, {}
         for prefix in kept.values():
             prefix.key += b"|" + struct.pack("<q", self.changes)

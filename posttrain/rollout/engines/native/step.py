@@ -52,7 +52,7 @@ class Program:
 
     @property
     def has_states(self) -> bool:
-        """Whether it keeps states of whole sequences besides."""
+        """Whether it also keeps states of whole sequences."""
         raise NotImplementedError
 
     def begin(self, dense_bytes: int) -> None:
