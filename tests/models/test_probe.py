@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 
-from posttrain.core.batch import SHARED
+from posttrain.core.batch import PADDED, SHARED
+from posttrain.models.attention.mixers import are_carried
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.probe import ordinary_tokens
 from posttrain.rollout.engines.native.engine import NativeEngine
+from scripts.families import small_model
 from tests.rollout import families
 
 
@@ -55,3 +60,46 @@ def test_a_prefix_that_is_not_seen_is_noticed_in_low_precision(monkeypatch):
     loaded = load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16, share_prefixes=True))
     assert loaded.layout != SHARED
     assert any("where a prefix is shared" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2_moe", "stablelm"])
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_state_that_reads_on_into_the_next_segment_is_noticed_in_low_precision(family, asked_first, monkeypatch):
+    """It moves the log-probs of these by 0.02, far below the 0.15 that bfloat16 may be off by."""
+    if asked_first:
+        monkeypatch.setattr("posttrain.models.attention.mixers.has_mixers", lambda innermost: False)
+    loaded = load_model(small_model(family).to(torch.bfloat16), LoadOptions(share_prefixes=True))
+    assert loaded.layout == SHARED, loaded.notes
+    assert are_carried(loaded.model)
+    assert NativeEngine(loaded.model, max_slots=4).why_not() is None
+
+
+def test_attention_of_its_own_that_reads_on_is_padded_in_low_precision():
+    loaded = load_model(small_model("falcon").to(torch.bfloat16), LoadOptions())
+    assert loaded.layout == PADDED
+    assert any("other tokens in one change the next by 0.0" in note for note in loaded.notes)
+
+
+def test_a_prompt_that_changes_another_is_noticed_by_the_engine(monkeypatch):
+    """Each answer is pulled to the mean of all by a thousandth: little beside what bfloat16 may be off by."""
+    engine = NativeEngine(load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16)).model)
+    answers = engine._probe_answers
+    monkeypatch.setattr(
+        engine,
+        "_probe_answers",
+        lambda sequences: list(0.98 * (found := torch.stack(answers(sequences)).float()) + 0.02 * found.mean(0)),
+    )
+    assert "another prompt beside it changes" in engine.why_not()
+
+
+def test_processes_without_weights_pass_bounds_on_where_the_first_does(monkeypatch):
+    """Answers of weights that were not read say nothing: all zeros are equal in every layout."""
+    model = small_model("stablelm")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not are_carried(load_model(copy.deepcopy(model), LoadOptions()).model)
+    monkeypatch.setattr(
+        "posttrain.models.load.model._of_the_first_process", lambda found, options: found is False or None
+    )
+    assert are_carried(load_model(model, LoadOptions()).model)

@@ -47,10 +47,9 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
     """Pass segment bounds on to attention and mixers of the decoder. Returns what undoes it; None: there is nothing to do, or it is
     done."""
     undo: list[Callable[[], None]] = []
-    layers = _decoder_layers(innermost)
-    if any(hook is _set_on_children for layer in layers for hook in layer._forward_pre_hooks.values()):
+    if are_carried(innermost):
         return None
-    for layer in layers:
+    for layer in _decoder_layers(innermost):
         mixers = [child for child in layer.children() if is_mixer(child)]
         others = [child for child in layer.children() if child not in mixers and _is_attention(child)]
         if not (mixers or others) or not _takes_keywords(layer):
@@ -74,6 +73,26 @@ def carry_segments(innermost: nn.Module) -> Callable[[], None] | None:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     torch.compiler.reset()
     return take_back
+
+
+def are_carried(innermost: nn.Module) -> bool:
+    hooks = (hook for layer in _decoder_layers(innermost) for hook in layer._forward_pre_hooks.values())
+    return any(hook is _set_on_children for hook in hooks)
+
+
+def why_wrong_with_carried(innermost: nn.Module, why_wrong: Callable[[], str | None]) -> str | None:
+    """None when `why_wrong` finds nothing, with bounds passed on to the layers that need them; else its reason, and they are not.
+
+    Mixers always need them, and are not asked first.
+    """
+    take_back = carry_segments(innermost) if has_mixers(innermost) else None
+    reason = why_wrong()
+    if reason is not None and take_back is None:
+        take_back = carry_segments(innermost)
+        reason = reason if take_back is None else why_wrong()
+    if reason is not None and take_back is not None:
+        take_back()
+    return reason
 
 
 def has_mixers(innermost: nn.Module) -> bool:

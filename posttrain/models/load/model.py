@@ -28,7 +28,7 @@ from transformers.models.auto import (
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.vision import VisionFamily
-from posttrain.models.attention.mixers import has_mixers
+from posttrain.models.attention.mixers import are_carried, carry_segments, has_mixers
 from posttrain.models.attention.ragged import install_ragged_attention
 from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
 from posttrain.models.layers.kernels import (
@@ -432,6 +432,8 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
         on_gpu = options.device is not None and options.device.type == "cuda"
         reason = why_not_ragged(model, innermost, options.task, options.image_probe, on_gpu)
         reason = _of_the_first_process(reason, options)
+        if _of_the_first_process(are_carried(innermost), options):
+            carry_segments(innermost)
     if reason is None:
         return RAGGED
     if options.layout == RAGGED:
@@ -478,13 +480,13 @@ def _refuse_shared_rows(
         raise ValueError(f"`sequence_parallel_size` cannot be honoured for {name}: {reason}. Leave it at 1.")
 
 
-def _of_the_first_process(reason: str | None, options: LoadOptions) -> str | None:
+def _of_the_first_process(found: Any, options: LoadOptions) -> Any:
     """What a probe found. Where weights will be sharded, the first process alone may have read them (accelerate's
     `cpu_ram_efficient_loading`): the others found out nothing.
     """
     if not options.sharded or not torch.distributed.is_initialized():
-        return reason
-    said = [reason]
+        return found
+    said = [found]
     torch.distributed.broadcast_object_list(said, src=0)
     return said[0]
 

@@ -38,7 +38,9 @@ def head_input(hidden: Tensor, head: nn.Module) -> Tensor:
 def head_operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a linear head multiplies and adds: hidden states, weight and bias. Gradients go through the change of dtype."""
     if not getattr(linear, MARK, False):
-        return hidden, linear.weight, linear.bias
+        is_finer = torch.promote_types(hidden.dtype, linear.weight.dtype) != linear.weight.dtype
+        # Mamba's residuals are float32 whatever its weights are; its own head rounds them, too
+        return hidden.to(linear.weight.dtype) if is_finer else hidden, linear.weight, linear.bias
     return _raised(hidden), _raised(linear.weight), None if linear.bias is None else _raised(linear.bias)
 
 

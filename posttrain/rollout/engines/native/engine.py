@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import RAGGED
 from posttrain.data.collate import Pixels, collate
-from posttrain.models.attention.mixers import carry_segments
+from posttrain.models.attention.mixers import why_wrong_with_carried
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory.fit import free_memory
@@ -99,24 +99,20 @@ class NativeEngine:
         reason = probe.why_not_by_config(self.model, self.innermost) or self._why_not_with_images()
         if reason is not None:
             return reason
-        reason = self._why_wrong()
-        take_back = None if reason is None else carry_segments(self.innermost)
-        if take_back is None:
-            return reason
-        self._made = None
-        reason = self._why_wrong()
-        if reason is not None:
-            take_back()
-        return reason
+        return why_wrong_with_carried(self.innermost, self._why_wrong)
 
     def _why_wrong(self) -> str | None:
         """None when two short prompts are answered as by a full forward."""
+        self._made = None
         try:
             with evaluating(self.model), inference(self.device):
                 gap, allowed = probe.difference(self.innermost, self._probe_answers)
+                leak = probe.leak(self.innermost, self._probe_answers)
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
-        return None if gap <= allowed else f"the native engine's answers differ from a full forward's by {gap:.2g}"
+        if gap > allowed:
+            return f"the native engine's answers differ from a full forward's by {gap:.2g}"
+        return None if leak is None else f"another prompt beside it changes the native engine's answers by {leak:.2g}"
 
     def _why_not_with_images(self) -> str | None:
         family = family_of(self.innermost)

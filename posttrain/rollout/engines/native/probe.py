@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention.ragged import can_be_replaced, install_ragged_attention, is_ragged, ragged_name
 from posttrain.models.load.adapters import is_prompt_learning
-from posttrain.models.scoring.probe import TOLERANCE, ordinary_tokens
+from posttrain.models.scoring.probe import LEAK, TOLERANCE, ordinary_tokens
 from posttrain.models.vision.features import family_of
 from posttrain.models.vision.tower import set_text_attention
 
@@ -71,10 +71,7 @@ def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[
     nobody says: in bfloat16 it is 0.4 for a model of 135M that is run rightly. Rounding is also looked at: the same sequence three
     times over is another shape to the device, and should be the same answer.
     """
-    sequences = [
-        ordinary_tokens(innermost, length + CONTINUED, seed).numpy().astype(np.int32)
-        for seed, length in enumerate(LENGTHS)
-    ]
+    sequences = _sequences(innermost)
     largest, rounding = 0.0, 0.0
     dtypes = {next(innermost.parameters()).dtype}
     for tokens, found in zip(sequences, answers(sequences)):
@@ -85,6 +82,20 @@ def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[
         rounding = max(rounding, _gap(threefold.float().log_softmax(-1), wanted))
     tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
     return largest, max(tolerance, 4 * rounding) if math.isfinite(rounding) else tolerance
+
+
+@torch.no_grad()
+def leak(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[Tensor]]) -> float | None:
+    """How much another sequence in the first place changes the answers to the second; None: nothing, as it should be."""
+    sequences, others = _sequences(innermost), _sequences(innermost, seed=len(LENGTHS))
+    found, moved = answers(sequences), answers([others[0], sequences[1]])
+    own, next_one = ((after.float() - before.float()).abs().mean().item() for before, after in zip(found, moved))
+    return next_one if next_one > LEAK * own else None
+
+
+def _sequences(innermost: nn.Module, seed: int = 0) -> list[np.ndarray]:
+    drawn = (ordinary_tokens(innermost, length + CONTINUED, seed + i) for i, length in enumerate(LENGTHS))
+    return [tokens.numpy().astype(np.int32) for tokens in drawn]
 
 
 def _full_forward(innermost: nn.Module, tokens: np.ndarray, times: int) -> Tensor:
