@@ -183,7 +183,7 @@ def trainer_of(
 ) -> Any:  # fmt: skip
     library = importlib.import_module("posttrain" if setting.startswith("ours") else "trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, processor = model_and_processor(is_tiny, dtype, device, setting.endswith("vllm"))
+    model, processor = model_and_processor(is_tiny, dtype, device, is_tiny and setting.endswith("vllm"))
     if setting.startswith(("tuned flash", FROM_DISK)):
         install_tower_attention(model.model, FAMILIES[FAMILY])
     config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
