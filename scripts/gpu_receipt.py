@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ WHEELS, NEWER = "wheels", ("transformers==5.19.0", "num2words")
 """Kept as wheels in a subfolder, as what travels may be limited in size; tests of `images` alone run with them."""
 FOR_IMAGES = "transformers for images"
 MAX_NAMED = 8
-OLDER_PLATFORMS = ("manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
+OLDER_PLATFORMS = ("manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 5
 """Share the GPU, a file of tests at a time in each: most of a test's time is spent outside of the GPU."""
 
@@ -228,22 +229,25 @@ def check() -> int:
 # ---- packing --------------------------------------------------------------------------------------------------------------
 
 
+def download(packages: Sequence[str], folder: Path, python: str, platform: str) -> None:
+    """Wheels of these packages alone, for another machine."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", python]
+    for one in (platform, *(f"{older}_{platform.split('_', 3)[-1]}" for older in OLDER_PLATFORMS), "any"):
+        command += ["--platform", one]  # pip takes wheels of exactly these, not those of older systems, too
+    subprocess.run([*command, "--dest", str(folder), *packages], check=True)
+
+
 def pack(folder: Path, python: str, platform: str) -> int:
     """Wheels of PACKAGES for the other machine, unpacked: put the folder on PYTHONPATH there."""
     import zipfile
 
     with tempfile.TemporaryDirectory() as wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary=:all:", "--python-version", python]
-        for one in (platform, *(f"{older}_{platform.split('_', 3)[-1]}" for older in OLDER_PLATFORMS), "any"):
-            command += ["--platform", one]  # pip takes wheels of exactly these, not those of older systems, too
-        command += ["--dest", wheels, *PACKAGES]
-        subprocess.run(command, check=True)
+        download(PACKAGES, Path(wheels), python, platform)
         for wheel in Path(wheels).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
-        place = command.index("--dest") + 1
-        subprocess.run([*command[:place], str(folder / WHEELS), *NEWER], check=True)
+    download(NEWER, folder / WHEELS, python, platform)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB. There: PYTHONPATH={folder} python3 scripts/gpu_receipt.py")
     return 0

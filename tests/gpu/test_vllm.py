@@ -28,6 +28,6 @@ def test_memory_comes_back_while_it_sleeps_and_weights_after_it_wakes(level):
     assert run_apart("tests.gpu.vllm_sleep", str(level)).count("came back") == 2
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_images_are_seen_as_by_the_trainer(family):
     assert run_apart("tests.gpu.vllm_images", family).count("from the trainer's") == 2

@@ -37,7 +37,7 @@ def disturb_vision(run):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in vision_parameters(innermost_model(run.model), run.vision.family):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)
 
 
 def has_moved(one, other):
