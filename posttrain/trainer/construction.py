@@ -238,6 +238,7 @@ def load_options(
         disable_dropout=args.disable_dropout,
         layer_kernels=args.layer_kernels(_steps_ahead(args, train_dataset)),
         peft_config=peft_config,
+        fp8=args.fp8,
         fuse_lora=args.fuse_lora,
         quantization_config=quantization_config,
         layout=args.layout,

@@ -22,9 +22,10 @@ from posttrain import (
     SFTConfig,
     SFTTrainer,
 )
+from posttrain.core.batch import RAGGED
 from posttrain.data.collate import collate
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
-from posttrain.models.layers.kernels import compile_layers, fastest_kernels
+from posttrain.models.layers.kernels import COMPILED, compile_layers, fastest_kernels
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory.fit import activation_cost
 from posttrain.models.scoring.token_scores import score_tokens
@@ -32,6 +33,7 @@ from posttrain.trainer.step.master_adamw import MasterAdamW
 from posttrain.trainer.step.masters import MasterWeights
 from posttrain.trainer.step.optimizer import FiniteSteps
 from tests import tiny
+from tests.mixers import answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -301,3 +303,17 @@ def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):
     assert made.checkpoints.run_state.skipped_total == 1
     assert (tmp_path / "skipped_steps.jsonl").read_text().startswith('{"step": 3')
     assert all(torch.isfinite(p).all() for p in made.model.parameters())
+
+
+def test_products_in_8_bits_are_near_and_compile():
+    """Forward, backward with a row that is no multiple of 16, and a copy of the model."""
+    found = {}
+    for rounds in (False, True):
+        made = tiny.causal_lm(dtype=torch.bfloat16, **WIDE).cuda()
+        loaded = load_model(
+            made, LoadOptions(layout=RAGGED, layer_kernels=(COMPILED,), fp8=rounds, device=torch.device("cuda"))
+        )
+        answered = answers(loaded.model, RAGGED)
+        found[rounds] = [answered[0], torch.cat([g.flatten().float() for g in answered[1].values()])]
+    assert 0 < (found[True][0] - found[False][0]).abs().mean() < 0.1
+    assert torch.nn.functional.cosine_similarity(found[True][1], found[False][1], dim=0) > 0.97

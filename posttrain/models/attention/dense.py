@@ -38,6 +38,11 @@ def is_chosen(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return value.shape[-1] == query.shape[-1] and shape_of(query, key) in _chosen
 
 
+def forget() -> None:
+    """All shapes attend by flash again."""
+    _chosen.clear()
+
+
 def long_segments(lengths: tuple[int, ...]) -> Tensor | None:
     """Lengths of segments, on the host, where they are long enough on average; a tensor, for which nothing is compiled anew."""
     if not _chosen or not lengths or torch.are_deterministic_algorithms_enabled():

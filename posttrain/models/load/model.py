@@ -30,6 +30,7 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.mixers import are_carried, carry_segments, has_mixers
 from posttrain.models.attention.ragged import choose_long_attention, install_ragged_attention
+from posttrain.models.layers import fp8
 from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
 from posttrain.models.layers.kernels import (
     APPLY,
@@ -103,6 +104,7 @@ class LoadOptions:
     disable_dropout: bool = True
     layer_kernels: tuple[str, ...] = (PLAIN,)  # candidates; of several the fastest
     peft_config: Any = None
+    fp8: bool = False  # products of the decoder's linear layers in 8 bits
     fuse_lora: bool = True
     quantization_config: Any = None
     layout: str | None = None  # None: ragged when the probe agrees
@@ -159,6 +161,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         _name_blocks_that_are_there(innermost)
     # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
     kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
+    if options.fp8:
+        notes.append(_use_fp8(model, innermost, options))
     if options.peft_config is not None:
         config = _adapter_config(innermost, options)
         model = add_adapter(model, config, _adapter_dtype(innermost, options, given))
@@ -524,6 +528,18 @@ def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions
             "them in the first step, which takes minutes and may pay off in a long run."
         )
     return chosen
+
+
+def _use_fp8(model: nn.Module, innermost: nn.Module, options: LoadOptions) -> str:
+    device = options.device or next(innermost.parameters()).device
+    reason = fp8.why_not(device)
+    if options.peft_config is not None or is_peft_model(model) or is_quantized(innermost):
+        reason = "weights that are not trained themselves gain nothing by it: it has an adapter, or is quantised"
+    if reason is None and not (layers := fp8.use_fp8(innermost)):
+        reason = f"{type(innermost).__name__} has no linear layers whose sizes are multiples of {fp8.MULTIPLE}"
+    if reason is not None:
+        raise ValueError(f"`fp8` cannot be honoured: {reason}. Leave it out.")
+    return f"The products of {layers} linear layers are computed in 8 bits, forward and backward."
 
 
 def _fuse_adapters(model: nn.Module, notes: list[str]) -> None:

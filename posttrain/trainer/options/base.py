@@ -63,6 +63,11 @@ class BaseConfig(TrainingArguments):
         None,
         "Compile the decoder layers. None: on CUDA in runs of 300 steps or more, if one layer then runs faster than Liger's.",
     )
+    fp8: bool = option(
+        False,
+        "Products of the decoder's linear layers in 8-bit floats (e4m3, a scale for each row), forward and backward. Weights, "
+        "gradients and masters stay as they are. For `bf16` and methods without rollouts.",
+    )
     activation_offloading: bool | None = option(
         None,
         "Saved activations (of checkpointed layers: their inputs) wait in host memory. None: when nothing less fits.",
@@ -279,6 +284,11 @@ class BaseConfig(TrainingArguments):
             raise ValueError(
                 "`compile_layers` is for whole models; FSDP and DeepSpeed gather the weights of a layer as it runs."
             )
+        if self.fp8 and (not self.bf16 or self.sharding is not None):
+            found = "`bf16` is off" if not self.bf16 else f"{self.sharding} holds the weights in pieces"
+            raise ValueError(
+                f"`fp8` rounds the operands of products in bfloat16 of whole weights; {found}. Leave it out."
+            )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"`chunk_tokens` is {self.chunk_tokens}; it must be at least 1.")
 
@@ -324,10 +334,10 @@ class BaseConfig(TrainingArguments):
             raise ImportError("`use_liger_kernel=True` needs the liger-kernel package: pip install posttrain[gpu].")
         if self.device.type != "cuda":
             return (LIGER,) if self.use_liger_kernel else (PLAIN,)
-        if self.compile_layers:
+        is_free = self.compile_layers is None and self.use_liger_kernel is None and self.sharding is None
+        if self.compile_layers or (self.fp8 and is_free):  # uncompiled, rounding would cost more than 8 bits save
             return (COMPILED,)
         uncompiled = LIGER if (has_liger if self.use_liger_kernel is None else self.use_liger_kernel) else PLAIN
-        is_free = self.compile_layers is None and self.use_liger_kernel is None and self.sharding is None
         return (uncompiled, COMPILED) if is_free and steps >= STEPS_WORTH_COMPILING_FOR else (uncompiled,)
 
     @property

@@ -199,6 +199,11 @@ class OnlineConfig(
         self.check_vllm_options()
         if self.temperature <= 0:
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
+        if self.fp8:
+            raise ValueError(
+                "`fp8` rounds a weight anew in every call, which pays for rows of many tokens; completions are written token by "
+                "token. Leave it out."
+            )
         if self.ignore_data_skip:
             raise ValueError("`ignore_data_skip` would train on prompts twice after a resume; leave it out.")
         self.chooses_workers = False

@@ -231,7 +231,9 @@ class ReferenceSetup:
             )
         if tokenizer is None:
             tokenizer = self._tokenizer_of_teacher(model, init_kwargs)
-        loaded = self._loaded(model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs), seen)
+        loaded = self._loaded(
+            model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs, fp8=False), seen
+        )
         words = innermost_model(loaded.model).get_input_embeddings().num_embeddings
         if reads_the_students:
             self._grow(loaded)  # the policy may write any token that it has a row for, and the teacher must read it
@@ -260,7 +262,8 @@ class ReferenceSetup:
         args, policy = self.args, self.policy
         if isinstance(model, nn.Module):  # its dtype and adapter are the caller's; how its layers are run is not
             has_own_layers = is_peft_model(model) or is_quantized(innermost_model(model))
-            options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
+            kernels, rounds = (PLAIN, False) if has_own_layers else (policy.kernels, options.fp8)
+            options = LoadOptions(device=args.device, layer_kernels=(kernels,), fp8=rounds)
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
         seen = self._seen(model, options) if seen is None else seen
@@ -293,6 +296,7 @@ class ReferenceSetup:
             model_init_kwargs=dict(args.model_init_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
             layer_kernels=(self.policy.kernels,),
+            fp8=args.fp8,
             fuse_lora=args.fuse_lora,
             device=args.device,
         )

@@ -1,0 +1,92 @@
+"""Products of the decoder's linear layers in 8-bit floats, forward and backward.
+
+    y = x W^T        dx = dy W        dW = dy^T x
+
+Each operand is rounded to e4m3 (arXiv:2209.05433), with a scale for each row along which the product sums, so that a row's largest
+value becomes 448. Sums, results, weights, gradients and masters stay in the precision that they have; what is kept for the
+backward, too. A row's scale depends on that row alone, so that tokens change nothing in each other, in whatever layout they lie.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.layers.kernels import decoder_layers
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+MULTIPLE = 16
+"""The products' inner and outer sizes must be multiples of it; tokens are filled up."""
+LEAST_CAPABILITY = (8, 9)
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Names of modules that choose experts: which one is chosen must not depend on the rounding of 8 bits."""
+
+
+def why_not(device: torch.device) -> str | None:
+    """None where 8-bit products can be computed; else the reason, as the end of a sentence."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has no 8-bit products; Ada and Hopper GPUs, and newer ones, have"
+    return None
+
+
+def use_fp8(innermost: nn.Module) -> int:
+    """Compute the products of the decoder's linear layers in 8 bits from now on. Returns how many layers these are."""
+    found = [
+        part
+        for layer in decoder_layers(innermost)
+        for name, part in layer.named_modules()
+        if type(part) is nn.Linear and ROUTERS.isdisjoint(name.split(".")) and _fits(part)
+    ]
+    for linear in found:
+        linear.forward = types.MethodType(_forward, linear)  # a method: a deep copy computes with its own weights
+    return len(found)
+
+
+def _fits(linear: nn.Linear) -> bool:
+    return linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
+
+
+def _forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    output = _Products.apply(hidden.flatten(0, -2), linear.weight)
+    output = output if linear.bias is None else output + linear.bias
+    return output.view(*hidden.shape[:-1], linear.out_features)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return product(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, flows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad
+        missing = -len(hidden) % MULTIPLE  # tokens of zeros add nothing to a sum over tokens
+        return (
+            product(flows, weight.t()) if of_hidden else None,
+            product(_filled(flows, missing), _filled(hidden, missing)) if of_weight else None,
+        )
+
+
+def _filled(tokens: Tensor, missing: int) -> Tensor:
+    """(tokens, n) -> (n, tokens + missing)."""
+    return nn.functional.pad(tokens.t(), (0, missing)) if missing else tokens.t()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """(m, k), (n, k) -> (m, n) = a b^T, in the dtype of `a`."""
+    (rows, of_rows), (columns, of_columns) = scaled(a), scaled(b)
+    how = {"scale_a": of_rows, "scale_b": of_columns.t(), "out_dtype": a.dtype, "use_fast_accum": True}
+    return torch._scaled_mm(rows, columns.t(), **how)
+
+
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale."""
+    largest = x.abs().amax(-1, keepdim=True).to(torch.float32)
+    scale = largest.clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+    return (x / scale).to(E4M3).contiguous(), scale
