@@ -2,8 +2,9 @@
 
     python -m benchmarks.speed.layers [--shape 7b|1.5b|0.5b] [--layers 4] [--segments 2048x8 32768x1] [--ways bf16 fp8] [--tiny]
 
-Random weights, bfloat16, `compile_layers`. A line of JSON for each: median milliseconds, tokens a second, peak memory, the loss (one
-feature of each token, times a random number), and how far its gradient is from that of the first way, as the sine of the angle between the two.
+Random weights, bfloat16, `compile_layers`. A line of JSON for each: median milliseconds, tokens a second, peak memory, the loss
+(one feature of each token, times a random number), and how far its gradient is from that of the first way, as the sine of the
+angle between the two.
 """
 
 from __future__ import annotations
