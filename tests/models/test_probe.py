@@ -82,13 +82,13 @@ def test_attention_of_its_own_that_reads_on_is_padded_in_low_precision():
 
 
 def test_a_prompt_that_changes_another_is_noticed_by_the_engine(monkeypatch):
-    """Each answer is pulled to the mean of all by a thousandth: little beside what bfloat16 may be off by."""
+    """Each answer is pulled to the mean of both by a seventh."""
     engine = NativeEngine(load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16)).model)
     answers = engine._probe_answers
     monkeypatch.setattr(
         engine,
         "_probe_answers",
-        lambda sequences: list(0.98 * (found := torch.stack(answers(sequences)).float()) + 0.02 * found.mean(0)),
+        lambda sequences: list(0.86 * (found := torch.stack(answers(sequences)).float()) + 0.14 * found.mean(0)),
     )
     assert "another prompt beside it changes" in engine.why_not()
 
