@@ -1,9 +1,9 @@
 """Long segments one after the other through a kernel for dense batches, where that is faster than the one for ragged rows.
 
-torch's varlen flash kernel is of the generation before Hopper. cuDNN's kernel, which knows dense batches only, was 1.7 to 1.9 times
-as fast on an H200, forward and backward; a call and its copies cost about as much as it saves for 3,000 tokens. A segment is
-filled up to one of 16 lengths in each power of two, since cuDNN builds a plan for every shape: under a causal mask, tokens behind
-a segment change nothing in it.
+torch's varlen flash kernel is of the generation before Hopper; cuDNN's, which is not, knows dense batches only. Both are timed when
+a model is loaded. A call and its copies cost about as much as it saves for 3,000 tokens. A segment is filled up to one of 16
+lengths in each power of two, since cuDNN builds a plan for every shape: under a causal mask, tokens behind a segment change
+nothing in it.
 """
 
 from __future__ import annotations
