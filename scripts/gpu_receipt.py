@@ -33,9 +33,10 @@ PACKAGES = (
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
     "mdurl", "pygments", "liger-kernel", "starlette", "anyio", "idna", "pydantic==2.14.3", "pydantic-core==2.50.4",
     "annotated-types", "typing-inspection", "typing-extensions", "prometheus_client", "httpcore", "h11", "certifi",
-    "pytest-timeout", "pytest-xdist", "execnet",
+    "pytest-timeout", "pytest-xdist", "execnet", "bitsandbytes",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
+KEPT_LIBRARIES = ("libbitsandbytes_cpu", "libbitsandbytes_cuda130")
 WHEELS, NEWER = "wheels", ("transformers==5.19.0", "num2words")
 """Kept as wheels in a subfolder, as what travels may be limited in size; tests of `images` alone run with them."""
 FOR_IMAGES = "transformers for images"
@@ -247,6 +248,9 @@ def pack(folder: Path, python: str, platform: str) -> int:
         for wheel in Path(wheels).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
+    for library in (folder / "bitsandbytes").glob("libbitsandbytes_*.so"):
+        if library.stem not in KEPT_LIBRARIES:  # for other devices and other versions of CUDA: 100 MiB
+            library.unlink()
     download(NEWER, folder / WHEELS, python, platform)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB. There: PYTHONPATH={folder} python3 scripts/gpu_receipt.py")

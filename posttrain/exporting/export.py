@@ -125,7 +125,7 @@ def export(wanted: Export) -> Exported:
     """Write, load afresh, compare, publish. ExportRefused, and nothing is left behind, where the comparison fails."""
     _refuse_impossible(wanted)
     written_as = wanted.dtype or _own_dtype(wanted.saved)
-    model = wanted.saved.load(torch.float32, wanted.trust_remote_code).eval()
+    model = wanted.saved.load(torch.float32, wanted.trust_remote_code, quantised=wanted.to != ADAPTER).eval()
     recorded = record(model, wanted.saved.task)
     staged = wanted.output.with_name(f".{wanted.output.name}.tmp-{os.getpid()}")
     staged.mkdir(parents=True)
@@ -154,6 +154,11 @@ def _refuse_impossible(wanted: Export) -> None:
         raise ValueError(f"{wanted.saved.path} holds a whole model and no adapter: export it as {MERGED}.")
     if wanted.saved.is_adapter and not (Path(wanted.saved.path) / ADAPTER_WEIGHTS).exists():
         raise ValueError(f"{wanted.saved.path} has no {ADAPTER_WEIGHTS}; pickled adapters are not read.")
+    if wanted.to != ADAPTER and (wanted.saved.quantization() or {}).get("load_in_8bit"):
+        raise ValueError(
+            f"The adapter in {wanted.saved.path} was trained beside weights in 8 bits, whose products round their inputs as well: "
+            "no plain weights are that model. Export it as an adapter (--to adapter)."
+        )
     if wanted.to == GGUF:
         the_package()
         family_of(AutoConfig.from_pretrained(wanted.saved.base or wanted.saved.path))
@@ -196,6 +201,7 @@ def write_model(
     innermost = innermost_model(model)
     config = copy.deepcopy(innermost.config)
     config.dtype, config.architectures = dtype or innermost.dtype, [type(innermost).__name__]
+    config.__dict__.pop("quantization_config", None)  # what is written is not quantised, whatever the model is
     if untied_weights(model):
         config.tie_word_embeddings = False
     config.save_pretrained(folder)

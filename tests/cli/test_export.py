@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,15 +15,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedTokenizerFast,
 )
 
+from posttrain import SFTConfig, SFTTrainer
 from posttrain.exporting import export as exporting
 from posttrain.exporting import gguf_file
 from tests import tiny
 from tests.cli.runs import posttrain
 
 PROBE = torch.arange(40, 90)[None]
+LAYER_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
 def bpe_tokenizer():
@@ -271,6 +275,61 @@ def test_an_adapter_of_a_quantised_base_is_not_merged(lora, tmp_path, capsys):
     (tmp_path / "run" / "posttrain.yaml").write_text("method: sft\nload_in_4bit: true\n")
     assert posttrain("export", str(tmp_path / "run"), "--to", "merged") == 2
     assert "load_in_4bit" in capsys.readouterr().err
+    assert posttrain("export", str(tmp_path / "run"), "--to", "adapter") == 0
+
+
+def quantised_run(base, folder, bits):
+    """SFT of an adapter on a base in 4 or 8 bits."""
+    packed = {4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 8: {"load_in_8bit": True}}[bits]
+    args = SFTConfig(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-2, report_to="none", use_cpu=True,
+        verbosity="quiet", save_strategy="no",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        str(base),
+        args,
+        train_dataset=Dataset.from_list(tiny.chats(24)),
+        quantization_config=BitsAndBytesConfig(**packed),
+        peft_config=LoraConfig(r=4),
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.mark.parametrize("to", ["merged", "gguf"])
+def test_an_adapter_of_a_4_bit_base_is_merged_onto_the_dequantised_one(base, tmp_path, to):
+    trainer = quantised_run(base, tmp_path / "run", 4)
+    ours = logits(trainer.model)
+    words = ["export", str(tmp_path / "run"), "--to", to, "--dtype", "float32", "--output", str(tmp_path / "out")]
+    assert posttrain(*words) == 0
+    if to == "gguf":
+        return  # verified by the export itself
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(merged), ours, atol=1e-4, rtol=1e-4)
+    onto_plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run")
+    assert (logits(onto_plain) - ours).abs().mean() > 10 * (logits(merged) - ours).abs().mean()
+
+
+def test_a_merge_onto_other_weights_than_the_dequantised_ones_is_refused(base, tmp_path, monkeypatch, capsys):
+    quantised_run(base, tmp_path / "run", 4)
+    plain = dict(AutoModelForCausalLM.from_pretrained(base).state_dict())
+    written = exporting.exported_weights
+
+    def onto_plain(model, dtype=None):
+        for name, tensor in written(model, dtype):
+            yield name, plain[name] if name == LAYER_WEIGHT else tensor
+
+    monkeypatch.setattr(exporting, "exported_weights", onto_plain)
+    assert posttrain("export", str(tmp_path / "run"), "--to", "merged", "--dtype", "float32") == 1
+    assert LAYER_WEIGHT.removesuffix(".weight") in capsys.readouterr().err
+
+
+def test_an_adapter_of_an_8_bit_base_is_not_merged(base, tmp_path, capsys):
+    quantised_run(base, tmp_path / "run", 8)
+    assert posttrain("export", str(tmp_path / "run"), "--to", "merged") == 2
+    assert "whose products round their inputs as well" in capsys.readouterr().err
     assert posttrain("export", str(tmp_path / "run"), "--to", "adapter") == 0
 
 

@@ -33,18 +33,19 @@ def parser() -> Parser:
     return made
 
 
-def refuse_quantised(run: Path) -> None:
-    """An adapter that was trained beside quantised weights is not merged into others."""
+def refuse_unknown_base(run: Path) -> None:
+    """An adapter that was trained beside quantised weights is merged into these, dequantised, and into no others."""
     from posttrain.cli.running.run_record import CONFIG_FILE
     from posttrain.core.config_file import read_config
+    from posttrain.models.load.saved_model import QUANTIZATION
 
     for path in (run / CONFIG_FILE, run.parent / CONFIG_FILE):
         values = as_usage_error(lambda file=str(path): read_config(file))[0] if path.is_file() else {}
         for name in ("load_in_4bit", "load_in_8bit"):
             if values.get(name):
                 raise UsageError(
-                    f"{path} says `{name}`: the adapter was trained beside quantised weights, and merged into others it is another "
-                    "model. Use --to adapter."
+                    f"{path} says `{name}`, and the adapter's folder has no {QUANTIZATION}: how its base was quantised is not "
+                    "known, and merged into other weights it is another model. Use --to adapter."
                 )
 
 
@@ -55,8 +56,8 @@ def main(words: list[str]) -> int:
 
     saved = saved_named(options.run, options.checkpoint)
     run = Path(options.run)
-    if options.to != "adapter":
-        refuse_quantised(run)
+    if options.to != "adapter" and saved.quantization() is None:
+        refuse_unknown_base(run)
     number = "" if options.checkpoint is None else f"-{options.checkpoint}"
     output = options.output or run.resolve().with_name(f"{run.resolve().name}{number}-{options.to}")
     from posttrain.exporting.export import Export, export

@@ -34,6 +34,13 @@ def keep_trainable(quantized: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def quantization_of(model: nn.Module) -> dict[str, Any] | None:
+    """How the weights of a model were quantised when it was loaded; None: they were not."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    config = getattr(base.config, "quantization_config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else config
+
+
 NOT_SETTINGS = ("base_model_name_or_path", "inference_mode", "revision", "peft_version", "auto_mapping")
 """Entries of a PeftConfig that say where it came from, not what it computes."""
 

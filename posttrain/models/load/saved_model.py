@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig
 
+from posttrain.models.load.adapters import keep_trainable
 from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
 from posttrain.models.load.vocabulary import fit_embeddings
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION = "quantization_config.json"
+"""Beside an adapter: how the base was quantised that it was trained with."""
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -58,10 +61,25 @@ class SavedModel:
         source = self.path if self.has_tokenizer or self.base is None else self.base
         return load_tokenizer(source, None, trust_remote_code)
 
-    def load(self, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> nn.Module:
-        """The weights, on the CPU; an adapter stands beside its base as in training, nothing is merged."""
+    def quantization(self) -> dict[str, Any] | None:
+        """How the base of an adapter was quantised in training; None: it was not, or was not written down."""
+        path = Path(self.path) / QUANTIZATION
+        return json.loads(path.read_text(encoding="utf-8")) if self.is_adapter and path.is_file() else None
+
+    def load(
+        self, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False, quantised: bool = False
+    ) -> nn.Module:
+        """The weights, on the CPU; an adapter stands beside its base as in training, nothing is merged.
+
+        `quantised`: its base is, if it was in training, and computes in `dtype`.
+        """
         options = LoadOptions(dtype=dtype or self.own_dtype(), task=self.task, trust_remote_code=trust_remote_code)
+        if quantised and (settings := self.quantization()) is not None:
+            options.quantization_config = BitsAndBytesConfig.from_dict(
+                settings | {"bnb_4bit_compute_dtype": options.dtype}
+            )
         model = load_pretrained(self.base or self.path, options)
+        keep_trainable(model)
         return self._with_adapter(model, trust_remote_code) if self.is_adapter else model
 
     def _with_adapter(self, model: nn.Module, trust_remote_code: bool) -> nn.Module:

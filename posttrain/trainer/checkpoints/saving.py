@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from posttrain.models.load.adapters import TEACHER_ADAPTER
+from posttrain.models.load.adapters import TEACHER_ADAPTER, quantization_of
 from posttrain.models.load.model import innermost_model
+from posttrain.models.load.saved_model import QUANTIZATION
 from posttrain.models.sharding import local_part
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import (
@@ -312,6 +313,10 @@ class Checkpoints:
         if self.args.should_save:
             self._save_tokenizer(folder)
             files.write_json(folder / OPTIONS, self.args.to_dict())
+            if (
+                own and (quantised := quantization_of(model)) is not None
+            ):  # the adapter is for these numbers, and no others
+                files.write_json(folder / QUANTIZATION, quantised)
 
     def _save_tokenizer(self, folder: Path) -> None:
         if self._tokenizer_files is not None and is_capturing():
