@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILES = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-    "adapter_config.json", "adapter_model*.safetensors", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
+    "adapter_config.json", "adapter_model*.safetensors", "quantization_config.json", "tokenizer*.json", "tokenizer.model",
+    "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json", "modeling_*.py", "configuration_*.py", "tokenization_*.py",
     "*processing_*.py",
