@@ -48,7 +48,7 @@ PACKAGES = (
     "truststore==0.10.5", "typer==0.29.1", "uvloop==0.23.0", "watchfiles==1.3.0", "websockets==17.4", "xgrammar==0.2.8",
     "yarl==1.25.1", "zipp==4.1.2",
 )  # fmt: skip
-"""What vLLM imports and scripts/gpu_receipt.py does not pack, in versions that were seen to work together."""
+"""What vLLM imports and scripts/gpu_receipt.py does not pack, in versions with which TRL 1.16 and we have written completions."""
 LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/fmha_sm100", "vllm/vllm-rs", "vllm/_qutlass_C.abi3.so",
     "vllm/third_party/deep_gemm/_C.cpython-310*", "vllm/third_party/deep_gemm/_C.cpython-311*",

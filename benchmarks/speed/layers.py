@@ -1,4 +1,4 @@
-"""Forward and backward of a few decoder layers with our ways to compute them: compiled, in 8 bits, long segments by cuDNN or flash.
+"""Forward and backward of a few decoder layers, in bfloat16 and with products in 8 bits.
 
     python -m benchmarks.speed.layers [--shape 7b|1.5b|0.5b] [--layers 4] [--segments 2048x8 32768x1] [--ways bf16 fp8] [--tiny]
 
@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
-from posttrain.models.attention import dense
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
@@ -31,12 +30,7 @@ SHAPES = {  # hidden, MLP, heads, heads of keys
     "0.5b": (896, 4864, 14, 2),
     "tiny": (64, 96, 4, 2),
 }
-WAYS = {
-    "bf16": {},
-    "bf16 flash": {"flash": True},
-    "fp8": {"fp8": True},
-    "fp8 flash": {"fp8": True, "flash": True},
-}
+WAYS = ("bf16", "fp8")
 REPEATS, WARM_UP = 5, 3
 
 
@@ -55,8 +49,6 @@ def measured(model: Any, lengths: list[int], device: torch.device) -> dict[str, 
     given = {"input_ids": torch.arange(total, device=device)[None] % 512}
     given["position_ids"] = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     given |= segment_kwargs(bounds, max(lengths))
-    long = dense.long_segments(tuple(lengths))
-    given |= {} if long is None else {"long_segments": long}
     flows, durations = torch.randn(total, generator=torch.Generator().manual_seed(0)).to(device), []
     for step in range(WARM_UP + REPEATS):
         model.zero_grad()
@@ -74,7 +66,6 @@ def measured(model: Any, lengths: list[int], device: torch.device) -> dict[str, 
         "tokens_per_second": round(total / seconds),
         "peak_gib": round(peak_memory(device.type) / 2**30, 2),
         "loss": loss.item(),
-        "by_cudnn": long is not None,
     }
 
 
@@ -97,12 +88,9 @@ def main() -> None:
         length, count = map(int, each.split("x"))
         first = None
         for name in asked.ways:
-            way = WAYS[name]
             torch.compiler.reset()
-            options = LoadOptions(layer_kernels=kernels, device=device, fp8=way.get("fp8", False))
+            options = LoadOptions(layer_kernels=kernels, device=device, fp8=name == "fp8")
             model = load_model(copy.deepcopy(whole), options).model.train()
-            if way.get("flash"):
-                dense.forget()
             found = measured(model, [length] * count, device)
             own = gradient(model)
             first = own if first is None else first

@@ -130,7 +130,6 @@ class TokenBatch:
     part: RowPart | None = None  # where other processes have the same batch and compute the rest of its row
     share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
     left_out: tuple[str, ...] = ()  # why samples that were dealt out are not here: sentences about their images
-    segments: tuple[int, ...] = ()  # tokens of each segment, known on the host
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""

@@ -213,7 +213,6 @@ def collate(
         rows=tuple(sample.row for sample in samples),
         cu_segments=None if is_padded else torch.from_numpy(np.cumsum([0, *plan.segments]).astype(np.int32)),
         longest=int(max(plan.segments)),
-        segments=() if is_padded else tuple(map(int, plan.segments)),
         prefixes=plan.prefixes,
         attention_mask=torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64)) if is_padded else None,
         places=torch.from_numpy(places[predicted]),

@@ -9,8 +9,7 @@ neither kernel knows, are computed by the formula (`models/attention/softmax`), 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
 carries `row_part` has a part of the row's tokens: see `models/attention/sequence_parallel`. A call that
-carries `image_blocks` has images that see themselves whole: see `models/attention/image_blocks`. Long segments may be attended to
-one after the other: see `models/attention/dense`.
+carries `image_blocks` has images that see themselves whole: see `models/attention/image_blocks`.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import RowPart, SharedPrefixes
-from posttrain.models.attention import dense
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop, sink_flash
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
@@ -123,7 +121,6 @@ def ragged_attention(
     row_part: RowPart | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    long_segments: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
@@ -155,9 +152,6 @@ def ragged_attention(
             given = (query, key, as_wide(value, query), *given[3:], s_aux)
             return as_narrow(shared_prefix_flash(*given), value).unsqueeze(0), None
         return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
-    is_plain = not (dropout or sliding_window or softcap) and s_aux is None and image_blocks is None
-    if long_segments is not None and is_plain and dense.is_chosen(query, key, value):
-        return dense.attend(query, key, value, long_segments, scaling), None
     how = (scaling, dropout, sliding_window, image_blocks, softcap, s_aux)
     return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, *how), None
 
@@ -173,22 +167,6 @@ def _attend_cached(
     *how: Any,
 ) -> Tensor:
     return kv_cache.attend(module, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, *how)
-
-
-def choose_long_attention(innermost: nn.Module, device: torch.device) -> str | None:
-    """Let long segments attend by another kernel where that is faster for this model's heads; the sentence about it."""
-    config, dtype = innermost.config.get_text_config(), next(innermost.parameters()).dtype
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if dtype not in HALF or caps_scores(innermost):
-        return None
-
-    def flash(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(query.device, torch.int32)
-        return segment_attention(query, key, value, bounds, int(lengths.max()), None)
-
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return dense.choose(heads, key_heads, width, dtype, device, flash)
 
 
 def segment_attention(

@@ -19,6 +19,8 @@ from posttrain.models.layers.kernels import decoder_layers
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
+SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
+"""Of a row's largest value: rows of zeros stay zeros."""
 MULTIPLE = 16
 """The products' inner and outer sizes must be multiples of it; tokens are filled up."""
 LEAST_CAPABILITY = (8, 9)
@@ -88,5 +90,5 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale."""
     largest = x.abs().amax(-1, keepdim=True).to(torch.float32)
-    scale = largest.clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+    scale = largest.clamp(min=SMALLEST) / LARGEST
     return (x / scale).to(E4M3).contiguous(), scale

@@ -78,6 +78,7 @@ class SavedModel:
             options.quantization_config = BitsAndBytesConfig.from_dict(
                 settings | {"bnb_4bit_compute_dtype": options.dtype}
             )
+            options.model_init_kwargs = {"device_map": {"": "cpu"}}  # it would be the GPU, where there is one
         model = load_pretrained(self.base or self.path, options)
         keep_trainable(model)
         return self._with_adapter(model, trust_remote_code) if self.is_adapter else model

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.batch import PADDED, RowPart, TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.models.attention.dense import long_segments
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.attention.sequence_parallel import put_together
 from posttrain.models.inference import body_of
@@ -270,8 +269,6 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
     kwargs |= segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
-    if batch.prefixes is None and batch.part is None and (lengths := long_segments(batch.segments)) is not None:
-        kwargs["long_segments"] = lengths
     if batch.part is not None:
         mine = batch.part.run(batch.input_ids.shape[1])
         kwargs |= {name: kwargs[name][..., mine] for name in ("input_ids", "position_ids")} | {"row_part": batch.part}
