@@ -313,9 +313,8 @@ class Checkpoints:
         if self.args.should_save:
             self._save_tokenizer(folder)
             files.write_json(folder / OPTIONS, self.args.to_dict())
-            if (
-                own and (quantised := quantization_of(model)) is not None
-            ):  # the adapter is for these numbers, and no others
+            quantised = quantization_of(model) if own else None
+            if quantised is not None:  # the adapter is for these numbers, and for no others
                 files.write_json(folder / QUANTIZATION, quantised)
 
     def _save_tokenizer(self, folder: Path) -> None:
