@@ -450,6 +450,14 @@ def test_memory_of_a_model_without_weights(seven_billion):
     assert phases["update"].binding == "moments"
 
 
+@pytest.mark.parametrize("gigabytes", [20, 24, 28, 32])
+def test_what_the_plan_chooses_is_said_to_fit(seven_billion, gigabytes):
+    """Nine tenths of what the weights leave free may be used, by the plan and by the verdict about it."""
+    told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=gigabytes * 2**30).memory
+    assert "too much" not in told.sentence
+    assert told.worst.peak <= told.room < gigabytes * 2**30
+
+
 def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
     model = told.memory

@@ -207,7 +207,11 @@ class RunMemory:
 
     @property
     def room(self) -> float | None:
-        return None if self.gpu is None else memory.HEAD_ROOM * (self.gpu - CONTEXT_BYTES)
+        """What may be used: the models that stay, whose size is known, and of the rest as much as a run would claim."""
+        if self.gpu is None:
+            return None
+        resident = sum(self.resident.values())
+        return resident + memory.HEAD_ROOM * (self.gpu - CONTEXT_BYTES - resident)
 
     @property
     def fitting(self) -> dict[str, dict[str, Any]]:
