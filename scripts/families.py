@@ -1,11 +1,14 @@
 """Which text families of transformers train and write here, and how: each built small from its config, with random weights.
 
-    python -m scripts.families [FAMILY ...]
+    python -m scripts.families [--in-bfloat16] [FAMILY ...]
 
 For each family: the loss of the first step of SFT on three rows of unequal lengths, in float32, against a plain forward of each
 row; the layout of its batches and the engine that writes its rollouts, with the reason where they are not the fast ones; and the
 log-probs that the sampler reports, against a plain forward of what it wrote. Dropout is off and so is the routers' jitter: they
 are meant to change answers. Prints a line of JSON each.
+
+With `--in-bfloat16` layout and engine are found in both precisions, and must be the same: a probe that tells segments that read on
+from segments apart by more than rounding cannot decide otherwise.
 """
 
 from __future__ import annotations
@@ -229,6 +232,23 @@ def looked_at(family: str) -> dict[str, Any]:
     return found
 
 
+def decisions(family: str, dtype: torch.dtype) -> tuple[str, bool]:
+    """(layout, whether the native engine writes for it), as found when it is loaded in this precision."""
+    loaded = load_model(small_model(family).to(dtype), LoadOptions(share_prefixes=True))
+    return loaded.layout, NativeEngine(loaded.model, max_slots=4).why_not() is None
+
+
+def in_both_precisions(family: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"family": family}
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            found[str(dtype)] = decisions(family, dtype)
+        except Exception as problem:  # of transformers, or our sentence about a family that is refused
+            found[str(dtype)] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+    kinds = [value if isinstance(value, tuple) else "refused" for value in list(found.values())[1:]]
+    return found | {"is_equal": kinds[0] == kinds[1]}
+
+
 def is_right(found: dict[str, Any]) -> bool:
     return "error" not in found and found["loss_gap"] <= BOUND and found["sampling_gap"] <= BOUND
 
@@ -236,10 +256,12 @@ def is_right(found: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
+    parser.add_argument("--in-bfloat16", action="store_true")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
+    look = in_both_precisions if asked.in_bfloat16 else looked_at
     for name in asked.families or families():
-        print(json.dumps(looked_at(name)), flush=True)
+        print(json.dumps(look(name)), flush=True)
 
 
 if __name__ == "__main__":

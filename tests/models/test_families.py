@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.models.load.model import LoadOptions, disable_dropout, load_model
-from scripts.families import BOUND, is_right, looked_at, plain_logps, rows, small_model
+from scripts.families import BOUND, in_both_precisions, is_right, looked_at, plain_logps, rows, small_model
 
 RIGHT = (
     "opt",
@@ -42,6 +42,12 @@ def test_first_loss_and_sampler_are_those_of_a_plain_forward(family):
         assert (found["layout"], found["why_not_native"]) == ("ragged", None), found
     if family in RAGGED:
         assert (found["layout"], found["notes"]) == ("ragged", []), found
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon_h1", "mamba", "mixtral", "mistral"])
+def test_what_is_decided_does_not_depend_on_the_precision(family):
+    found = in_both_precisions(family)
+    assert found["is_equal"], found
 
 
 def test_a_family_whose_cache_fails_cannot_write():
