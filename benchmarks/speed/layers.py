@@ -1,10 +1,11 @@
 """Forward and backward of a few decoder layers, in bfloat16 and with products in 8 bits.
 
-    python -m benchmarks.speed.layers [--shape 7b|1.5b|0.5b] [--layers 4] [--segments 2048x8 32768x1] [--ways bf16 fp8] [--tiny]
+    python -m benchmarks.speed.layers [--shape 7b|1.5b|0.5b] [--layers 4] [--segments 2048x8 32768x1]
+        [--ways bf16 varlen fp8] [--tiny]
 
-Random weights, bfloat16, `compile_layers`. A line of JSON for each: median milliseconds, tokens a second, peak memory, the loss
-(one feature of each token, times a random number), and how far its gradient is from that of the first way, as the sine of the
-angle between the two.
+Random weights, bfloat16, `compile_layers`. `varlen` is bfloat16 without the dense attention of long segments. A line of JSON for
+each: median milliseconds, tokens a second, peak memory, the loss (one feature of each token, times a random number), and how far
+its gradient is from that of the first way, as the sine of the angle between the two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
+from posttrain.core.batch import LongSegments
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
@@ -30,7 +32,7 @@ SHAPES = {  # hidden, MLP, heads, heads of keys
     "0.5b": (896, 4864, 14, 2),
     "tiny": (64, 96, 4, 2),
 }
-WAYS = ("bf16", "fp8")
+WAYS = ("bf16", "varlen", "fp8")
 REPEATS, WARM_UP = 5, 3
 
 
@@ -44,11 +46,11 @@ def built(shape: str, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config).bfloat16()
 
 
-def measured(model: Any, lengths: list[int], device: torch.device) -> dict[str, Any]:
+def measured(model: Any, lengths: list[int], device: torch.device, long: LongSegments | None) -> dict[str, Any]:
     total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     given = {"input_ids": torch.arange(total, device=device)[None] % 512}
     given["position_ids"] = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-    given |= segment_kwargs(bounds, max(lengths))
+    given |= segment_kwargs(bounds, max(lengths), long=long)
     flows, durations = torch.randn(total, generator=torch.Generator().manual_seed(0)).to(device), []
     for step in range(WARM_UP + REPEATS):
         model.zero_grad()
@@ -91,7 +93,8 @@ def main() -> None:
             torch.compiler.reset()
             options = LoadOptions(layer_kernels=kernels, device=device, fp8=name == "fp8")
             model = load_model(copy.deepcopy(whole), options).model.train()
-            found = measured(model, [length] * count, device)
+            lengths = [length] * count
+            found = measured(model, lengths, device, None if name == "varlen" else LongSegments.of(lengths))
             own = gradient(model)
             first = own if first is None else first
             cosine = torch.nn.functional.cosine_similarity(own.float(), first.float(), dim=0).item()

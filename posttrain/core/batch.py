@@ -7,7 +7,8 @@ were laid out for the model (one ragged row, or padded rows) is the business of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor
 RAGGED, PADDED, SHARED = "ragged", "padded", "shared"
 """One row without padding; a row per sample; one row in which samples of a unit that begin alike share their beginning."""
 
+
+LONG = 4096
+"""Tokens from which a segment is long: a call of attention by itself costs less than a faster kernel saves."""
 
 ACTIVE = "active"
 """Scalar of a sample: 1 where it has a part in a term that only some samples have, which is divided per `sequence:active`."""
@@ -40,6 +44,32 @@ class SharedPrefixes:
     def mapped(self, function: Callable[[Any], Any]) -> SharedPrefixes:
         """The same with `function` applied to its tensors."""
         return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class LongSegments:
+    """A ragged row cut into runs: each long segment by itself, the short ones between two of them together."""
+
+    tokens: tuple[int, ...]  # of each run
+    longest: tuple[int, ...]  # the longest segment of each
+    bounds: tuple[Tensor | None, ...]  # int32 start of each segment of a run; None: it is one long segment
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> LongSegments | None:
+        """None where no segment is long."""
+        if max(lengths) < LONG:
+            return None
+        runs = []
+        for is_long, group in itertools.groupby(lengths, key=lambda length: length >= LONG):
+            members = list(group)
+            runs += [[length] for length in members] if is_long else [members]
+        bounds = (
+            None if run[0] >= LONG else torch.tensor([0, *itertools.accumulate(run)], dtype=torch.int32) for run in runs
+        )
+        return cls(tuple(map(sum, runs)), tuple(map(max, runs)), tuple(bounds))
+
+    def mapped(self, function: Callable[[Any], Any]) -> LongSegments:
+        return replace(self, bounds=tuple(function(bounds) for bounds in self.bounds))
 
 
 @dataclass(frozen=True)
@@ -124,6 +154,7 @@ class TokenBatch:
     per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,) or (N, k)
     scalars: dict[str, Tensor] = field(default_factory=dict)  # name -> (S,)
     images: BatchImages | None = None
+    long: LongSegments | None = None  # of one row, where a segment is long and no beginning is shared
     num_tokens: int = 0  # real tokens, padding excluded
     num_trained: int = 0
     twin: TokenBatch | None = None  # the samples' twins, laid out likewise
@@ -147,7 +178,9 @@ class TokenBatch:
                 return {name: of(item) for name, item in value.items()}
             if isinstance(value, TokenBatch):
                 return value._mapped(function)
-            return value.mapped(of) if isinstance(value, SharedPrefixes | BatchImages | RowPart) else value
+            return (
+                value.mapped(of) if isinstance(value, SharedPrefixes | LongSegments | BatchImages | RowPart) else value
+            )
 
         return replace(self, **{f.name: of(getattr(self, f.name)) for f in fields(self)})
 

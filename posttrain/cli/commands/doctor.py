@@ -167,6 +167,11 @@ def kernels() -> list[Line]:
         works = runs_triton(torch.zeros(1, device="cuda"))
         text = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"
         lines.append(Line(GOOD if works else MISSING, "triton", text))
+        from posttrain.models.attention.ragged import long_gain
+
+        for heads, key_heads, width in ((32, 8, 128), (14, 2, 64)):  # usual shapes of 8B and of 0.5B
+            gain = long_gain(heads, key_heads, width, dtype, torch.device("cuda"))
+            lines.append(Line(GOOD, f"{heads}/{key_heads} heads of {width}", str(gain)))
     return lines
 
 

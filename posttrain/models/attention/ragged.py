@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.batch import RowPart, SharedPrefixes
+from posttrain.core.batch import LONG, LongSegments, RowPart, SharedPrefixes
+from posttrain.models.attention.dense import Gain, dense_gain, long_segment_attention
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop, sink_flash
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
@@ -56,13 +57,16 @@ class KeyValueCache(Protocol):
         """(tokens, width) of the new tokens, by `run`: a mixer over (rows, length) of them, with a cache of its states."""
 
 
-def segment_kwargs(bounds: Tensor, longest: int, prefixes: SharedPrefixes | None = None) -> dict[str, Any]:
+def segment_kwargs(
+    bounds: Tensor, longest: int, prefixes: SharedPrefixes | None = None, long: LongSegments | None = None
+) -> dict[str, Any]:
     """Forward keyword arguments that keep the segments of a ragged row apart, and tie continuations to their prefixes.
 
     They travel as arguments, never in a context variable: gradient checkpointing recomputes on autograd's own thread.
     """
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=bounds.device)
     shared = {} if prefixes is None else {"shared_prefixes": prefixes}
+    shared |= {} if long is None else {"long_segments": long}
     lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return {"attention_mask": placeholder, **lengths, **shared}
 
@@ -116,6 +120,7 @@ def ragged_attention(
     max_length_q: int | None = None,
     sliding_window: int | None = None,
     shared_prefixes: SharedPrefixes | None = None,
+    long_segments: LongSegments | None = None,
     kv_cache: KeyValueCache | None = None,
     image_blocks: ImageBlocks | None = None,
     row_part: RowPart | None = None,
@@ -128,7 +133,8 @@ def ragged_attention(
         heads, bounds = to_heads(query, key, value, row_part), (cu_seq_lens_q, max_length_q)
         kwargs["s_aux"] = None if s_aux is None else s_aux.chunk(row_part.size)[row_part.rank]
         kwargs["softcap"] = softcap
-        how = (attention_mask, dropout, scaling, *bounds, sliding_window, shared_prefixes, kv_cache, image_blocks)
+        how = (attention_mask, dropout, scaling, *bounds, sliding_window)
+        how += (shared_prefixes, long_segments, kv_cache, image_blocks)
         return to_tokens(ragged_attention(module, *heads, *how, **kwargs)[0], row_part), None
     if image_blocks is not None and (kv_cache is not None or shared_prefixes is not None):
         raise NotImplementedError("Images that see themselves whole are known to the ragged layout only.")
@@ -152,6 +158,9 @@ def ragged_attention(
             given = (query, key, as_wide(value, query), *given[3:], s_aux)
             return as_narrow(shared_prefix_flash(*given), value).unsqueeze(0), None
         return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
+    is_plain = not (dropout or sliding_window or softcap) and image_blocks is None and s_aux is None
+    if long_segments is not None and is_plain and dense_pays(query, key, value):
+        return long_segment_attention(query, key, value, long_segments, scaling, segment_attention), None
     how = (scaling, dropout, sliding_window, image_blocks, softcap, s_aux)
     return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, *how), None
 
@@ -209,6 +218,32 @@ def segment_attention(
         mask = _segment_mask(q.shape[2], sliding_window, block, q.device)
         parts.append(attention(q, k, v, mask, scaling, dropout, softcap, sinks).transpose(1, 2))
     return torch.cat(parts, dim=1)  # contiguous: some families view it
+
+
+@torch.compiler.disable  # measured at the first call
+def dense_pays(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether long segments attend faster by themselves. What must be deterministic stays with the varlen kernel, which can be."""
+    if not flash_can_run(query) or query.shape[-1] != value.shape[-1] or torch.are_deterministic_algorithms_enabled():
+        return False
+    return long_gain(query.shape[1], key.shape[1], query.shape[-1], query.dtype, query.device).is_worth_it
+
+
+def long_gain(heads: int, key_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Gain:
+    return dense_gain(heads, key_heads, width, dtype, device, segment_attention)
+
+
+def how_long_segments_attend(innermost: nn.Module, device: torch.device) -> str | None:
+    """In a sentence, where a model reads so far; measured now, so that no step waits for it."""
+    config, dtype = innermost.config.get_text_config(), next(innermost.parameters()).dtype
+    heads = getattr(config, "num_attention_heads", None)
+    reach = getattr(config, "max_position_embeddings", None)
+    if not isinstance(heads, int) or not isinstance(reach, int) or reach < LONG or dtype not in HALF:
+        return None
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if not isinstance(key_heads, int) or caps_scores(innermost):  # lists, of a family whose layers differ
+        return None
+    return str(long_gain(heads, key_heads, width, dtype, device))
 
 
 def flash_can_run(query: Tensor) -> bool:

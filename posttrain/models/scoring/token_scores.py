@@ -268,7 +268,7 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
         kwargs["images"] = batch.images
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
-    kwargs |= segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
+    kwargs |= segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes, batch.long)
     if batch.part is not None:
         mine = batch.part.run(batch.input_ids.shape[1])
         kwargs |= {name: kwargs[name][..., mine] for name in ("input_ids", "position_ids")} | {"row_part": batch.part}

@@ -1,0 +1,127 @@
+"""Long segments, each by itself, through torch's dense attention: cuDNN's kernel is faster there than the varlen one, and takes
+dense batches only.
+
+Under a causal mask nothing that follows a token changes it. So a segment is filled up with zeros to the next of sixteen lengths
+in each octave, which keeps few shapes (cuDNN makes a plan for each), and what belongs to the filling is cut off. Short segments
+between two long ones attend together by the varlen kernel: a call for each would cost more than its kernel saves.
+
+Whether it is faster is measured once for each shape of heads, on the device at hand; see `dense_gain`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from posttrain.core.batch import LONG, LongSegments
+
+Segments = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+"""(1, heads, tokens, width) of queries, keys and values, bounds, tokens of the longest, scale -> (1, tokens, heads, width)."""
+SHAPES_OF_AN_OCTAVE = 16
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""In this order: a shape that cuDNN refuses is computed by the next."""
+WIDTHS = range(64, 129, 8)
+"""Of heads, that cuDNN's kernel is asked for; it ended the process with a segmentation fault at 16, on an H200."""
+PROBE_REPEATS = 5
+WORTH_IT = 1.15  # times as fast as varlen
+NEAR = 0.02  # of the norm: four roundings to bfloat16
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of dense attention over varlen attention, for one shape of heads."""
+
+    times: float
+    problem: str | None = None  # why it cannot be used at all
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.problem is None and self.times >= WORTH_IT
+
+    def __str__(self) -> str:
+        if self.is_worth_it:
+            return f"Segments from {LONG:,} tokens attend by cuDNN, {self.times:.2f} times as fast as by the varlen kernel."
+        reason = self.problem or f"is {self.times:.2f} times as fast"
+        return f"Long segments attend by the varlen kernel, like short ones: dense attention {reason}."
+
+
+@torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch
+def long_segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, long: LongSegments, scale: float | None, short: Segments
+) -> Tensor:
+    """(1, heads, tokens, width) -> (1, tokens, heads, width): each segment attends causally to itself."""
+    heads = (x.split(long.tokens, dim=2) for x in (query, key, value))  # its backward is one `cat`
+    parts = [
+        alone(q, k, v, scale) if bounds is None else short(q, k, v, bounds, longest, scale)
+        for q, k, v, bounds, longest in zip(*heads, long.bounds, long.longest)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """One segment."""
+    tokens = query.shape[2]
+    filling = (0, 0, 0, filled(tokens) - tokens)
+    query, key, value = (pad(x, filling) if filling[-1] else x for x in (query, key, value))
+    how = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        output = scaled_dot_product_attention(query, key, value, **how)
+    return output[:, :, :tokens].transpose(1, 2).contiguous()  # some families view it
+
+
+def filled(tokens: int) -> int:
+    """The next length that has a shape: a multiple of a sixteenth of the power of two below."""
+    step = max((1 << tokens.bit_length() - 1) // SHAPES_OF_AN_OCTAVE, 1)
+    return -(-tokens // step) * step
+
+
+# ---- which is faster ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dense_gain(
+    heads: int, key_heads: int, width: int, dtype: torch.dtype, device: torch.device, short: Segments
+) -> Gain:
+    """How many times as fast as `short` one segment attends by itself, forward and backward; measured once in a process."""
+    if width not in WIDTHS:
+        return Gain(0, f"is not asked for heads of {width}")
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([device]):
+            return _measured(heads, key_heads, width, dtype, device, short)
+    except Exception as error:  # a driver may refuse in any way of its own; the varlen kernel runs
+        return Gain(0, f"could not be run ({type(error).__name__}: {error})")
+
+
+def _measured(
+    heads: int, key_heads: int, width: int, dtype: torch.dtype, device: torch.device, short: Segments
+) -> Gain:
+    bounds = torch.tensor([0, LONG], dtype=torch.int32, device=device)
+    made = (torch.randn(1, LONG, n, width, dtype=dtype, device=device) for n in (heads, key_heads, key_heads))
+    given = [x.transpose(1, 2).requires_grad_() for x in made]  # as a layer's projections lie
+    seconds, results = [], []
+    for attend in (lambda: short(*given, bounds, LONG, None), lambda: alone(*given, None)):
+        runs = [_seconds(attend, given, device) for _ in range(PROBE_REPEATS + 2)]  # two to warm up
+        seconds.append(min(run[0] for run in runs[2:]))
+        results.append(runs[-1][1])
+    apart = max(float((one - other).norm() / one.norm()) for one, other in zip(*results))
+    if not apart < NEAR:
+        return Gain(0, f"answers otherwise, by {apart:.2g} of the norm")
+    return Gain(seconds[0] / seconds[1])
+
+
+def _seconds(attend: Callable[[], Tensor], given: list[Tensor], device: torch.device) -> tuple[float, list[Tensor]]:
+    """Of a forward and a backward pass; and its result and gradients, in float32."""
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    output = attend()
+    gradients: tuple[Any, ...] = torch.autograd.grad(output, given, torch.ones_like(output).cumsum(1).remainder(3))
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began, [x.detach().float() for x in (output, *gradients)]
