@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from benchmarks.speed.rows import FIRST_TOKEN, Row
@@ -44,23 +45,32 @@ def word_of(token: int) -> str:
     return CONTROL_WORDS.get(token) or f"w{token}"
 
 
+def config_of(row: Row) -> Qwen2Config | Qwen3MoeConfig:
+    shape = row.shape
+    given = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads[0],
+        "num_key_value_heads": shape.heads[1],
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": max(4096, row.lengths.prompt + row.lengths.high),
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "num_labels": 1,
+    }
+    if shape.experts is None:
+        return Qwen2Config(**given)
+    count, active = shape.experts
+    more = {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": shape.intermediate}
+    return Qwen3MoeConfig(**given, **more, head_dim=shape.hidden // shape.heads[0], norm_topk_prob=True)
+
+
 def build_model(row: Row, device: str, dtype: torch.dtype) -> Any:
     """Random weights from one seed, rounded to bfloat16 whatever the format: every setting starts from the same numbers."""
-    shape = row.shape
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads[0],
-        num_key_value_heads=shape.heads[1],
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        num_labels=1,
-    )
+    config = config_of(row)
     torch.manual_seed(0)
     with torch.device(device):
         model = LOADERS[row.method].from_config(config, dtype=torch.float32)

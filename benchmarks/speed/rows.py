@@ -26,6 +26,7 @@ class Shape:
     heads: tuple[int, int]
     vocabulary: int = 151_936
     tied: bool = True
+    experts: tuple[int, int] | None = None  # in each layer, and of each token: a Qwen3-MoE; `intermediate` is that of one
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,11 @@ class Row:
 QWEN_05B = Shape(896, 24, 4864, (14, 2))
 QWEN_15B = Shape(1536, 28, 8960, (12, 2))
 QWEN_7B = Shape(3584, 28, 18_944, (28, 4), vocabulary=152_064, tied=False)
+MOE_3B = Shape(1024, 24, 576, (16, 4), experts=(64, 8))
+"""2.9B weights, of which a token uses 0.6B."""
 SMALL_135M = Shape(576, 30, 1536, (9, 3), vocabulary=49_152)
 
+STEP_SETTINGS = ("default", "tuned", "ours", "matched")
 TEXTS = Lengths(403, 0.8, 16, 2048)
 ANSWERS = Lengths(200, 0.7, 16, 512, prompt=512, seed=2)
 HARMLESS = Lengths(30, 0.95, 3, 512, prompt=1024, seed=5, prompt_median=98, prompt_spread=0.98)
@@ -206,6 +210,16 @@ WHOLE = Row(
     writes=True,
     seconds={"ours": 150, "tuned": 100, "default": 120},
 )
+FEW_STEPS = {name: Steps(3, 4) for name in STEP_SETTINGS}
+WITH_AND_WITHOUT_CHECKPOINTS = (*micro(1), {"per_device_train_batch_size": 1, "gradient_checkpointing": True})
+
+
+def long_context(name: str, shape: Shape, tokens: int, steps: dict[str, Steps]) -> Row:
+    """One text of so many tokens a step."""
+    lengths = Lengths(0, 0, tokens, tokens)
+    return Row(name, "sft", shape, 1, lengths, 1e-5, WITH_AND_WITHOUT_CHECKPOINTS, steps=steps, goal=(1.4, 1.4))
+
+
 CPU_WHOLE_STEPS = {name: Steps(1, 2, margin=0) for name in ("default", "tuned", "ours", "matched")}
 
 ROWS = (
@@ -237,6 +251,9 @@ ROWS = (
         number="5",
         goal=(4, 2.5),
     ),
+    long_context("sft-1.5b-32k", QWEN_15B, 32_768, FEW_STEPS),
+    long_context("sft-0.5b-128k", QWEN_05B, 131_072, {name: Steps(2, 3, margin=0) for name in STEP_SETTINGS}),
+    Row("sft-moe-3b", "sft", MOE_3B, 32, TEXTS, 2e-5, micro(8, 16), steps=FEW_STEPS, goal=(4, 2.5)),
     Row("kto-0.5b", "kto", QWEN_05B, 256, HARMLESS, 1e-6, micro(32, 64), steps=SHORT_DEFAULT, goal=(4, 2.5)),
     Row("orpo-0.5b", "orpo", QWEN_05B, 256, HARMLESS, 1e-6, micro(8, 16), steps=SHORT_DEFAULT, goal=(4, 2.5)),
     *UPDATES,
@@ -320,8 +337,9 @@ def row_named(name: str, layers: int | None = None) -> Row:
 
 def tiny(row: Row) -> Row:
     """The row in miniature: same method, lengths and widths divided by 16 and more; of completions an eighth."""
-    shape = Shape(64, 2, 128, (4, 2), vocabulary=1024, tied=row.shape.tied)
-    scale = 16 if row.device == "cuda" else 4
+    experts = None if row.shape.experts is None else (4, 2)
+    shape = Shape(64, 2, 128, (4, 2), vocabulary=1024, tied=row.shape.tied, experts=experts)
+    scale = max(16, row.lengths.high // 512) if row.device == "cuda" else 4
     lengths = replace(
         row.lengths,
         median=row.lengths.median / scale,
@@ -345,6 +363,3 @@ def tiny(row: Row) -> Row:
         tuned=fewer,
         steps={n: Steps(losses, 2, margin=0) for n in STEP_SETTINGS},
     )
-
-
-STEP_SETTINGS = ("default", "tuned", "ours", "matched")

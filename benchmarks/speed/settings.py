@@ -50,9 +50,14 @@ def with_accumulation(row: Row, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "gradient_accumulation_steps": row.rows // size}
 
 
+def smaller_and_smaller(row: Row, parts: int) -> list[int]:
+    """Micro-batches from the whole step down to one of `parts`."""
+    return [row.rows // part for part in (1, 2, 4, 8) if part <= min(parts, row.rows)]
+
+
 def trl_default(row: Row, device: str, tiny: bool) -> list[Setting]:
     """TRL's own defaults: float32 weights under bfloat16 autocast, checkpointing on, padded. Smaller micro-batches if it must."""
-    sizes = (row.rows, row.rows // 2, row.rows // 4) if device == "cuda" else (row.rows,)
+    sizes = smaller_and_smaller(row, 4) if device == "cuda" else [row.rows]
     extra = {"bf16": False} if tiny else {}  # bf16 autocast would hide in its noise whether both train on the same rows
     return [Setting("default", "trl", {"per_device_train_batch_size": size, **extra}) for size in sizes]
 
@@ -98,7 +103,7 @@ def ours_default(row: Row, device: str, tiny: bool) -> list[Setting]:
     """posttrain as it comes, the whole step as one micro-batch; smaller ones only if that does not fit."""
     options = {"precompute_ref_log_probs": True} if row.has_reference else {}
     weights = "bfloat16" if device == "cuda" else "float32"
-    sizes = (row.rows, row.rows // 2, row.rows // 4, row.rows // 8) if device == "cuda" else (row.rows,)
+    sizes = smaller_and_smaller(row, 8) if device == "cuda" else [row.rows]
     return [Setting("ours", "posttrain", {"per_device_train_batch_size": size, **options}, weights) for size in sizes]
 
 

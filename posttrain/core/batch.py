@@ -192,6 +192,22 @@ class TokenBatch:
     def num_samples(self) -> int:
         return len(self.rows) if self.num_units else 0  # the lone token of an empty batch is nobody's sample
 
+    def samples_of_tokens(self) -> Tensor:
+        """(1, width) float32, of a batch that is one row: how many samples have each token; 0 for filling, and 1 for the lone token
+        of an empty batch."""
+        width = self.input_ids.shape[1]
+        found = torch.ones(1, width, device=self.device)
+        if self.prefixes is None:
+            found[:, self.num_tokens or width :] = 0
+            return found
+        shared = self.prefixes
+        ends = torch.searchsorted(self.cu_segments, shared.start + shared.cu_continuations)
+        found[:, shared.stop :] = 0
+        found[:, : shared.num_prefix_tokens] = torch.repeat_interleave(
+            ends.diff().float(), shared.cu_prefixes.diff(), output_size=shared.num_prefix_tokens
+        )
+        return found
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """(N,) numbers about trained tokens -> (S,) their sum in each sample; 0 for a sample without any."""
         return segment_sum(values, self.counts)

@@ -9,6 +9,16 @@ import sys
 import pytest
 import torch
 
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
+from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import score_tokens
+from tests import tiny
+
+CUDA = torch.device("cuda")
+SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 128}
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 STEP = """
@@ -41,3 +51,21 @@ def test_kernels_for_experts_have_one_configuration_each(family):
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "LIGER_FUSED_MOE_AUTOTUNE=1 in the environment tries all" in ended.stdout
     assert "configurations [1] kernels True" in ended.stdout
+
+
+@pytest.mark.parametrize("kernels", [LIGER, COMPILED])
+def test_routers_are_balanced_with_any_kernels(kernels):
+    if kernels == LIGER and importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("needs liger-kernel")
+    batch = collate([(Sample([*range(5, 5 + n)], [False] + [True] * (n - 1)),) for n in (40, 200, 9)], ("text",)).to(
+        "cuda"
+    )
+    found = []
+    for one in (PLAIN, kernels):
+        model = tiny.causal_lm(family="qwen3_moe", dtype=torch.bfloat16, **SHAPE).train().cuda()
+        assert load_model(model, LoadOptions(layer_kernels=(one,), device=CUDA)).router_loss_weight == 0.001
+        loss = score_tokens(model, batch, router_loss=True).aux_loss
+        loss.backward()
+        found.append((loss.item(), model.model.layers[0].mlp.gate.weight.grad.float().flatten()))
+    assert abs(found[0][0] - found[1][0]) < 0.02 * found[0][0]
+    assert torch.nn.functional.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.98

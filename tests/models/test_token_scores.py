@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DeepseekV3Config,
+    DogeConfig,
     Gemma2Config,
     GptOssConfig,
     GraniteConfig,
@@ -22,9 +23,10 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring import fused_head
-from posttrain.models.scoring.heads import CAUSAL_LM
+from posttrain.models.scoring.heads import CAUSAL_LM, TOKEN_LABELS
 from posttrain.models.scoring.probe import why_not_ragged
 from posttrain.models.scoring.token_scores import TOKEN_STATS, score_tokens
 from tests import tiny
@@ -197,17 +199,83 @@ def test_gradient_checkpointing_keeps_segments_apart():
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+EXPERTS = {"family": "qwen3_moe", "router_aux_loss_coef": 0.01}
+
+
 def test_router_loss_is_the_models_own():
-    model = tiny.causal_lm(family="qwen3_moe", router_aux_loss_coef=0.01, output_router_logits=True)
+    model = tiny.causal_lm(**EXPERTS)
     loaded = load_model(model, LoadOptions())
-    assert loaded.router_loss_weight == 0.01
+    assert loaded.router_loss_weight == 0.01  # though the config, as it is published, asks for no logits of routers
+    assert "The load-balancing loss of its experts counts with 0.01 (`router_aux_loss_coef`)." in loaded.notes
     (sample,) = samples()[1]
     ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
     expected = model(input_ids=ids, output_router_logits=True).aux_loss
     batch = collate([(sample,)], ("text",))
     torch.testing.assert_close(score_tokens(model, batch, router_loss=True).aux_loss, expected)
+
+
+@pytest.mark.slow
+def test_routers_are_recorded_in_compiled_layers():
+    """Their hooks are there before anything is compiled: in evaluation, in training, and after calls that ask for no routers."""
+    found = []
+    for kernels in (PLAIN, COMPILED):
+        model = tiny.causal_lm(**EXPERTS)
+        assert load_model(model, LoadOptions(layer_kernels=(kernels,))).router_loss_weight == 0.01
+        batch, losses = collate(samples(), ("text",)), []
+        for is_training in (False, True, False):
+            model.train(is_training)
+            with torch.set_grad_enabled(is_training):
+                score_tokens(model, batch)
+                losses.append(score_tokens(model, batch, router_loss=True).aux_loss.clone())
+        losses[1].backward()
+        found.append([*(loss.detach() for loss in losses), model.model.layers[0].mlp.gate.weight.grad])
+    torch.testing.assert_close(*found)
+
+
+def test_whose_experts_are_balanced():
+    assert load_model(tiny.causal_lm(**EXPERTS), LoadOptions(router_aux_loss_coef=0.0)).router_loss_weight == 0
+    assert load_model(tiny.causal_lm(**EXPERTS), LoadOptions(router_aux_loss_coef=0.2)).router_loss_weight == 0.2
+    scores = load_model(tiny.process_reward_model(**EXPERTS), LoadOptions(task=TOKEN_LABELS))
+    assert scores.router_loss_weight == 0
     with pytest.raises(ValueError, match="not a mixture of experts"):
         load_model(tiny.causal_lm(), LoadOptions(router_aux_loss_coef=0.1))
+    dense = AutoModelForCausalLM.from_config(DogeConfig(**SHAPE))  # its config has the coefficient, and it no experts
+    loaded = load_model(dense, LoadOptions())
+    assert loaded.router_loss_weight == 0
+    assert any("trained without a load-balancing loss: transformers computes none" in note for note in loaded.notes)
+    with pytest.raises(ValueError, match="there is no load-balancing loss: transformers computes none"):
+        load_model(dense, LoadOptions(router_aux_loss_coef=0.1))
+
+
+@pytest.mark.parametrize("multiple", [None, 16])
+def test_router_loss_is_the_same_in_every_layout(multiple):
+    """A token of a shared prompt counts once for each of its answers, and filling does not count."""
+    shared = [5, 9, 14, 23, 31]
+    answers = [[40, 41], [50], [60, 61, 62, 63]]
+    group = tuple(Sample(shared + more, [False] * 5 + [True] * len(more)) for more in answers)
+    pair = (Sample([7, 8, 70], [False, False, True]), Sample([7, 8, 80, 81], [False, False, True, True]))
+    alone = (Sample([11, 12, 13], [False, True, True]),)
+    found = {}
+    for layout in (PADDED, RAGGED, SHARED):
+        model = tiny.causal_lm(dtype=torch.float64, **EXPERTS)
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+        load_model(model, LoadOptions(layout=PADDED if layout == PADDED else None))
+        batch = collate([group, pair, alone], ("text",), layout, pad_to_multiple_of=multiple)
+        loss = score_tokens(model, batch, router_loss=True).aux_loss
+        loss.backward()
+        found[layout] = [loss.detach(), *(p.grad for name, p in model.named_parameters() if p.grad is not None)]
+    assert len(found[PADDED]) > 10
+    for layout in (RAGGED, SHARED):
+        torch.testing.assert_close(found[layout], found[PADDED], rtol=1e-5, atol=1e-8)  # the family sums in float32
+
+
+def test_the_tokens_of_a_row_know_how_many_samples_have_them():
+    group = tuple(Sample([5, 6, 7, *more], [False] * 3 + [True] * len(more)) for more in ([8], [9, 10]))
+    alone = (Sample([11, 12], [False, True]),)
+    batch = collate([group, alone], ("text",), SHARED, pad_to_multiple_of=5)
+    assert batch.samples_of_tokens().tolist() == [[2, 2, 2, 1, 1, 1, 1, 1, 0, 0]]
+    assert collate([group, alone], ("text",), RAGGED).samples_of_tokens().tolist() == [[1] * 11]
+    assert collate([], ("text",), RAGGED).samples_of_tokens().tolist() == [[1]]
 
 
 def test_logits_are_not_kept_unless_asked_for():

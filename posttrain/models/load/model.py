@@ -69,6 +69,7 @@ from posttrain.models.scoring.heads import (
 from posttrain.models.scoring.probe import (
     ImageProbe,
     why_images_fail,
+    why_no_router_loss,
     why_not_in_parts,
     why_not_its_own_labels,
     why_not_its_own_logits,
@@ -159,6 +160,9 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         prepare_to_see(innermost, options.vision)
     if options.sharded:
         _name_blocks_that_are_there(innermost)
+    # Before layers are compiled: transformers records what routers say by hooks, which it installs when it is first asked, and code
+    # that was compiled without them would not look for them.
+    router_loss_weight = _router_loss_weight(innermost, options, name, notes)
     # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
     kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
     if options.fp8:
@@ -188,10 +192,9 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
         if reason is not None:
             raise ValueError(f"{name} cannot be a process reward model here: {reason}. Take another architecture.")
-    router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:
-        layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
+        layout = _shared_if_possible(model, innermost, options, notes)
     if options.row_part is not None:
         _refuse_shared_rows(model, innermost, options, layout, router_loss_weight, name, notes)
     if options.sharded:
@@ -448,14 +451,9 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
     return PADDED
 
 
-def _shared_if_possible(
-    model: nn.Module, innermost: nn.Module, options: LoadOptions, router_loss_weight: float, notes: list[str]
-) -> str:
+def _shared_if_possible(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
     """SHARED where a probe of two samples that begin alike gives the ragged answer."""
-    if router_loss_weight:
-        reason = "the routers' loss counts the tokens of a prompt once for each answer"
-    else:
-        reason = _of_the_first_process(why_not_shared(model, innermost, options.task, options.image_probe), options)
+    reason = _of_the_first_process(why_not_shared(model, innermost, options.task, options.image_probe), options)
     if reason is None:
         return SHARED
     notes.append(f"A prompt is computed once for each of its answers: {reason}.")
@@ -553,13 +551,24 @@ def _fuse_adapters(model: nn.Module, notes: list[str]) -> None:
         )
 
 
-def _router_loss_weight(innermost: nn.Module, wanted: float | None, name: str) -> float:
-    config = innermost.config.get_text_config()
-    own = getattr(config, ROUTER_LOSS, None)
-    if own is None:
+def _router_loss_weight(innermost: nn.Module, options: LoadOptions, name: str, notes: list[str]) -> float:
+    """Of the load-balancing loss, which a mixture of experts needs wherever it is trained: by default its own. Heads of scores are
+    trained without, unless the model's config or the user asks for it."""
+    config, wanted = innermost.config.get_text_config(), options.router_aux_loss_coef
+    if not hasattr(config, "output_router_logits"):
         if wanted:
-            raise ValueError(f"`router_aux_loss_coef` is {wanted}, but {name} is not a mixture of experts.")
+            raise ValueError(f"`{ROUTER_LOSS}` is {wanted}, but {name} is not a mixture of experts.")
         return 0.0
-    if wanted is not None:
-        return wanted
-    return own if getattr(config, "output_router_logits", False) else 0.0
+    is_usual = options.task == CAUSAL_LM or config.output_router_logits
+    own = (getattr(config, ROUTER_LOSS, None) or 0.0) if is_usual else 0.0
+    weight = own if wanted is None else wanted
+    if not weight:
+        return 0.0
+    reason = _of_the_first_process(why_no_router_loss(innermost, options.task), options)
+    if reason is None:
+        notes.append(f"The load-balancing loss of its experts counts with {weight:g} (`{ROUTER_LOSS}`).")
+        return weight
+    if wanted:
+        raise ValueError(f"`{ROUTER_LOSS}` is {wanted}, but there is no load-balancing loss: {reason}. Leave it out.")
+    notes.append(f"Its experts are trained without a load-balancing loss: {reason}.")
+    return 0.0

@@ -22,9 +22,9 @@ from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
 from posttrain.models.attention.mixers import why_wrong_with_carried
 from posttrain.models.attention.ragged import can_be_replaced, caps_scores, is_ragged, ragged_name
-from posttrain.models.inference import evaluating
+from posttrain.models.inference import body_of, evaluating
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
-from posttrain.models.scoring.token_scores import ask, score_tokens
+from posttrain.models.scoring.token_scores import ask, router_loss, score_tokens
 from posttrain.models.sharding import gathered_as_called
 from posttrain.models.vision.features import family_of
 from posttrain.models.vision.tower import set_text_attention
@@ -188,6 +188,23 @@ def why_not_its_own_labels(innermost: nn.Module) -> str | None:
         difference = _difference(own.flatten(0, 1)[batch.positions].to(ours.dtype), ours, innermost)
     name = type(innermost).__name__
     return None if difference is None else f"{name} has more than one linear layer over its hidden states"
+
+
+def why_no_router_loss(innermost: nn.Module, task: str) -> str | None:
+    """None when a mixture of experts has a load-balancing loss, and ours is that of transformers' own forward; else the reason."""
+    name = type(innermost).__name__
+    try:
+        with _asked_calmly(innermost):
+            ids = ordinary_tokens(innermost, max(PROBE_LENGTHS))[None].to(next(innermost.parameters()).device)
+            given = {"input_ids": ids, "output_router_logits": True, "use_cache": False}
+            own = innermost(**given).aux_loss if task == CAUSAL_LM else None
+            if own is None and task == CAUSAL_LM:
+                return f"transformers computes none for {name}"
+            ours = router_loss(innermost, body_of(innermost)(**given).router_logits, None)
+    except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+        return f"{name} could not be asked for it ({type(error).__name__}: {error})"
+    difference = None if own is None else _difference(own.float()[None], ours.float()[None], innermost)
+    return None if difference is None else f"ours differs from that of {name} by {difference:.2g}"
 
 
 def why_not_its_own_logits(innermost: nn.Module) -> str | None:

@@ -54,6 +54,8 @@ class ScoreRequest:
     questions: tuple[Question, ...]
     width: int  # tokens per row, before any virtual tokens that prompt tuning puts in front
     router_loss: bool = False
+    # (1, width) how often each token counts in it, where the batch is one row; padded ones have a mask
+    token_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: 
     if part is not None:
         questions = _questions_of_part(questions, part, width)
         width //= part.size
-    request = ScoreRequest(questions, width, router_loss)
+    weights = batch.samples_of_tokens() if router_loss and batch.layout != PADDED else None
+    request = ScoreRequest(questions, width, router_loss, weights)
     answer = model(**forward_kwargs(batch), use_cache=False, score=request)
     if part is not None:
         answer = {name: put_together(values, part, batch.num_trained) for name, values in answer.items()}
@@ -310,7 +313,8 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
             places = places + (places // request.width + 1) * virtual
         result |= question.answer(model, rows[places] if zero is None else rows[places] + zero)
     if request.router_loss:
-        result["aux_loss"] = router_loss(model, output.router_logits, kwargs.get("attention_mask"))
+        weights = kwargs.get("attention_mask") if request.token_weights is None else request.token_weights
+        result["aux_loss"] = router_loss(model, output.router_logits, weights)
     return result
 
 
@@ -425,10 +429,13 @@ class LanguageHead:
 # ---- mixtures of experts -----------------------------------------------------------------------------------------------
 
 
-def router_loss(causal_lm: nn.Module, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
-    """The family's own load-balancing loss, over real tokens (a ragged batch has no others)."""
+def router_loss(causal_lm: nn.Module, router_logits: Any, weights: Tensor | None) -> Tensor:
+    """The family's own load-balancing loss, of Switch Transformers (arXiv:2101.03961, equations 4 to 6): with f_e the share of
+    tokens that expert e is chosen for, and p_e its mean probability, E sum_e f_e p_e.
+
+    `weights` (rows, width): how often each token counts. The tokens of a shared prompt count once for each of its answers.
+    """
     config = causal_lm.config.get_text_config()
     load_balancing_loss = sys.modules[plain_class(causal_lm).__module__].load_balancing_loss_func
     experts = getattr(config, "num_local_experts", None) or config.num_experts
-    mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-    return load_balancing_loss(router_logits, experts, config.num_experts_per_tok, mask)
+    return load_balancing_loss(router_logits, experts, config.num_experts_per_tok, weights)
