@@ -29,7 +29,12 @@ from benchmarks.speed import materials
 from benchmarks.speed.measure import limited, peak_memory, reset_peak_memory
 from benchmarks.speed.rows import FIRST_TOKEN, Row, row_named, tiny
 
-MODELS = {"rollouts-0.5b": "sft-0.5b", "rollouts-1.5b": "sft-1.5b"}
+MODELS = {
+    "rollouts-0.5b": "sft-0.5b",
+    "rollouts-1.5b": "sft-1.5b",
+    "rollouts-7b": "lora-7b",
+    "rollouts-1.5b-16k": "sft-1.5b-32k",
+}
 """Row -> the training row whose model it has."""
 
 
@@ -56,8 +61,19 @@ class Workload:
     def steady(self) -> np.ndarray:
         return np.full(self.slots, self.longest)
 
+    @property
+    def steady_context(self) -> float:
+        """Tokens that a step of the steady workload looks back at, on average, for each row."""
+        return self.prompt + self.longest / 2
 
-FULL, MINIATURE = Workload(), Workload(8, 4, 16, 16, 4, 32)
+
+WORKLOADS = {
+    "rollouts-0.5b": Workload(),
+    "rollouts-1.5b": Workload(),
+    "rollouts-7b": Workload(prompts=32, slots=128),
+    "rollouts-1.5b-16k": Workload(prompts=8, group=4, slots=32, prompt=16_128, longest=256),
+}
+MINIATURE = Workload(8, 4, 16, 16, 4, 32)
 Write = Callable[[list[list[int]], np.ndarray], list[int]]
 """(prompt of each completion, its length) -> tokens that were really written after each."""
 
@@ -243,7 +259,7 @@ def row_of(name: str, is_tiny: bool) -> Row:
 
 def measure(name: str, plan: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
     """Tells each number as soon as it is known: a limit may cut off the rest."""
-    device, load = plan["device"], MINIATURE if plan["tiny"] else FULL
+    device, load = plan["device"], MINIATURE if plan["tiny"] else WORKLOADS[plan["row"]]
     row = row_of(plan["row"], plan["tiny"])
     model = materials.build_model(row, device, torch.bfloat16 if device == "cuda" else torch.float32)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -269,9 +285,17 @@ def measure(name: str, plan: dict[str, Any], report: Callable[[dict[str, Any]], 
                     "first_call_seconds": first["seconds"],
                     "peak_bytes": peak_memory(device),
                     "weight_bytes": weights,
+                    "context_bytes": load.slots * load.steady_context * token_bytes(model),
                     "checksum": checksum,
                 }
             )
+
+
+def token_bytes(model: Any) -> int:
+    """Of the keys and values of one token."""
+    config = model.config
+    width = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * width * next(model.parameters()).itemsize
 
 
 def timed(write: Write, prompts: list[list[int]], lengths: np.ndarray, device: str) -> dict[str, Any]:

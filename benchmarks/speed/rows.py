@@ -26,7 +26,9 @@ class Shape:
     heads: tuple[int, int]
     vocabulary: int = 151_936
     tied: bool = True
-    experts: tuple[int, int] | None = None  # in each layer, and of each token: a Qwen3-MoE; `intermediate` is that of one
+    experts: tuple[int, int] | None = (
+        None  # in each layer, and of each token: a Qwen3-MoE; `intermediate` is that of one
+    )
 
 
 @dataclass(frozen=True)

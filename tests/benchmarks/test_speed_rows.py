@@ -134,6 +134,7 @@ def test_a_row_with_equal_losses_and_other_gradients_is_void() -> None:
 
 def test_steady_decoding_is_told_without_the_prompts() -> None:
     common = {"row": "rollouts-0.5b", "setting": "posttrain", "peak_bytes": 2**30}
+    common |= {"weight_bytes": 4_000_000_000, "context_bytes": 800_000_000}
     lines = [
         {**common, "kind": "ragged", "repeat": 0, "seconds": 9.0, "tokens": 1000, "longest": 512},
         {**common, "kind": "ragged", "repeat": 1, "seconds": 2.0, "tokens": 1000, "longest": 512},
@@ -145,6 +146,8 @@ def test_steady_decoding_is_told_without_the_prompts() -> None:
     assert found["steady"] == pytest.approx(256 * 511 / 1.022)
     assert found["step_ms"] == pytest.approx(2.0)
     assert "| 128,000 |" in rollout_row.table(lines)
+    assert found["least_ms"] == pytest.approx(1.0)
+    assert "goal 100,000; a step takes 2.00 times as long" in rollout_row.table(lines)
 
 
 def test_a_row_that_goes_on_after_its_end_is_an_error() -> None:
