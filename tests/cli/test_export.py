@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 
@@ -20,6 +21,8 @@ from transformers import (
 )
 
 from posttrain import SFTConfig, SFTTrainer
+from posttrain.cli.errors import UsageError
+from posttrain.cli.running.loaded_model import open_model
 from posttrain.exporting import export as exporting
 from posttrain.exporting import gguf_file
 from tests import tiny
@@ -295,6 +298,24 @@ def quantised_run(base, folder, bits):
     trainer.train()
     trainer.save_model()
     return trainer
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_run_on_a_quantised_base_is_opened_as_it_was_trained(base, tmp_path, bits, monkeypatch):
+    """By `chat` and `eval`; with a dtype, on the whole base."""
+    trained = logits(quantised_run(base, tmp_path / "run", bits).model)
+
+    def opened(dtype):
+        named = argparse.Namespace(model=str(tmp_path / "run"), dtype=dtype, device="cpu", trust_remote_code=False)
+        return open_model(named).load()
+
+    torch.testing.assert_close(logits(opened(None)), trained, rtol=0, atol=1e-5)
+    whole = opened("float32")
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+    assert (logits(whole) - trained).abs().max() > 1e-3
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs bitsandbytes"):
+        opened(None)
 
 
 @pytest.mark.parametrize("to", ["merged", "gguf"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,21 @@ class OpenedModel:
     options: argparse.Namespace
 
     def load(self) -> Any:
-        """On its device, with the adapters' products fused as in training."""
+        """On its device, with the adapters' products fused as in training, and on the quantised base of a QLoRA run. A dtype that
+        is named is that of the whole base."""
         import torch
 
         from posttrain.models.load.model import LoadOptions, load_model
 
-        options = self.options
-        model = self.saved.load(dtype_named(options.dtype), options.trust_remote_code)
-        device = device_named(options.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype_named(self.options.dtype)
+        is_quantised = dtype is None and self.saved.quantization() is not None
+        if is_quantised and importlib.util.find_spec("bitsandbytes") is None:
+            raise UsageError(
+                f"{self.options.model} was trained on a quantised base, which needs bitsandbytes: `pip install bitsandbytes`, or "
+                "name the dtype in which the whole base is to be loaded, such as `--dtype bfloat16`."
+            )
+        device = device_named(self.options.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = self.saved.load(dtype, self.options.trust_remote_code, is_quantised, device)
         return load_model(model, LoadOptions(dtype=model.dtype, device=device)).model.eval()
 
 

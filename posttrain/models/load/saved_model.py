@@ -67,18 +67,22 @@ class SavedModel:
         return json.loads(path.read_text(encoding="utf-8")) if self.is_adapter and path.is_file() else None
 
     def load(
-        self, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False, quantised: bool = False
+        self,
+        dtype: torch.dtype | str | None = None,
+        trust_remote_code: bool = False,
+        quantised: bool = False,
+        device: torch.device | str = "cpu",
     ) -> nn.Module:
         """The weights, on the CPU; an adapter stands beside its base as in training, nothing is merged.
 
-        `quantised`: its base is, if it was in training, and computes in `dtype`.
+        `quantised`: its base is, if it was in training, lies on `device` and computes in `dtype`.
         """
         options = LoadOptions(dtype=dtype or self.own_dtype(), task=self.task, trust_remote_code=trust_remote_code)
         if quantised and (settings := self.quantization()) is not None:
             options.quantization_config = BitsAndBytesConfig.from_dict(
                 settings | {"bnb_4bit_compute_dtype": options.dtype}
             )
-            options.model_init_kwargs = {"device_map": {"": "cpu"}}  # it would be the GPU, where there is one
+            options.model_init_kwargs = {"device_map": {"": device}}  # it would be the GPU, where there is one
         model = load_pretrained(self.base or self.path, options)
         keep_trainable(model)
         return self._with_adapter(model, trust_remote_code) if self.is_adapter else model
