@@ -116,8 +116,8 @@ class OnlineConfig(
 
     rollout_kv_dtype: str | None = option(
         None,
-        "What the native engine keeps keys and values in: 'fp8', 8 bits, so that twice the tokens fit; None or 'auto', the "
-        "model's dtype. What 8 bits change in what is drawn is corrected for as vLLM's differences are.",
+        "What the native engine keeps keys and values in: 'fp8', 8 bits, so that twice as many tokens of 16 bits fit; None or "
+        "'auto', the model's dtype.",
     )
 
     # ---- how
