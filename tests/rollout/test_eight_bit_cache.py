@@ -105,8 +105,8 @@ def parts_of(pages):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
-    """In float64: where a batch has another layout, the last bit of a float32 may move a number to its neighbour in 8 bits. (That is
-    seldom; torch has no float64 for experts.)"""
+    """In float64, which torch has not for experts: where a batch has another layout, the last bit of a float32 may move a number to
+    its neighbour in 8 bits, if seldom."""
     model = made(request.param) if request.param == "falcon_h1" else loaded(request.param)
     return model if request.param == "deepseek_v3" else model.double()
 

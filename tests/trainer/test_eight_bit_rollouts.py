@@ -13,6 +13,7 @@ from posttrain.rollout.engines.transformers import TransformersEngine
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS
 from posttrain.trainer import policy_group_trainer
 from tests import tiny
+from tests.forked_workers import forked_workers  # noqa: F401
 from tests.trainer.test_async import odd_sums, run, written
 from tests.trainer.test_online import Peek, logged, numbered, rows, trainer
 
@@ -122,6 +123,15 @@ def test_in_order_ahead_and_at_once_write_the_same(tmp_path):
         run(tmp_path / name, max_steps=2, learning_rate=0.0, **ROUNDED | more)
     one, other = ([row["completion_ids"] for row in written(tmp_path / name)] for name in ("at once", "ahead"))
     assert one == other
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_process_rounds_as_a_thread_does(tmp_path):
+    given = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "max_steps": 2, **ROUNDED}
+    for name, more in (("thread", {}), ("process", {"rollout_workers": 1})):
+        run(tmp_path / name, **given | more)
+    thread, process = ([row["sampling_logps"] for row in written(tmp_path / name)] for name in ("thread", "process"))
+    assert thread == process
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
