@@ -1,6 +1,8 @@
 """The kernels of the native engine: Triton's against plain torch, in Triton's interpreter where there is no GPU:
 
 TRITON_INTERPRET=1 python -m pytest tests/rollout/test_native_kernels.py
+
+Without that variable, triton alone suffices to compile them for GPUs that are not there.
 """
 
 from __future__ import annotations
@@ -150,6 +152,35 @@ def test_triton_rounds_to_8_bits_as_torch_does(dtype):
     for pages, wanted in ((store.keys[0], key), (store.values[0], value)):
         assert torch.equal(pages[1:, :, 5], rounded(wanted))
         assert torch.equal(pages.exponents[1:, :, 5], in_eight_bits(wanted)[1])
+
+
+@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton, not interpreted")
+@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, element):
+    """Down to machine code; Ada has no conversion of some pairs of dtypes."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from posttrain.rollout.engines.native.decode_triton import decode_kernel
+
+    kept = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+    constants = {
+        "KEY_HEADS": 2, "GROUP": 7, "TILE": 16, "WIDTH": 64, "LANES": 64, "VALUE_WIDTH": 64, "VALUE_LANES": 64, "PAGE": PAGE,
+        "BLOCK": 64, "SPLITS": 4, "CAPPED": True, "WINDOWED": True, "SUNK": True, "ELEMENT": kept[element],
+        "EIGHT_BITS": True, "KEPT": tl.float8e4nv,
+    }  # fmt: skip
+    pointers = {"addresses": "*i64", "table": "*i32", "positions": "*i64", "prefixes": "*i64", "remaining": "*i64"}
+    pointers |= dict.fromkeys(("query", "key", "value", "sinks"), f"*{element}") | {"output": "*fp32", "sums": "*fp32"}
+    others = {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: (pointers | others).get(name, "i32") for name in decode_kernel.arg_names}
+    made = triton.compile(
+        ASTSource(decode_kernel, signature, constants), GPUTarget("cuda", capability, 32), {"num_warps": 4}
+    )
+    assert "e4m3" in made.asm["ptx"]
+    assert made.asm["cubin"]
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
