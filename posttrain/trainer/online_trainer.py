@@ -355,8 +355,9 @@ class OnlineTrainer(BaseTrainer):
         return self.engine_maker(**options)(model)
 
     def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
-        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | slots | options
+        asked = {"max_slots": self.args.max_rollout_slots, "kv_dtype": self.args.rollout_kv_dtype}
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | chosen | options
         return functools.partial(ENGINES[self.args.rollout_engine], **how)
 
     def _make_collector(self) -> RolloutCollector:

@@ -18,6 +18,7 @@ from posttrain.losses.policy import PolicyTokens, policy_loss
 from posttrain.models.inference import evaluating
 from posttrain.models.scoring.token_scores import Measure, Question, likeliest_tokens, logps_of_tokens, score_tokens
 from posttrain.rollout.collector import Collected, GroupTable
+from posttrain.rollout.engines.protocol import draws_apart
 from posttrain.rollout.group_filter import GroupFilter, GroupScores
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY_LOGPS, SAMPLING_LOGPS, Rollout
 from posttrain.trainer.online.agents import make_agents
@@ -67,10 +68,11 @@ class PolicyGroupTrainer(OnlineTrainer):
             bounds = (args.entropy_coef_min, args.entropy_coef_max)
             self.entropy = EntropyController(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, *bounds)
         self._step_entropy: list[Tensor] = []
-        if args.compares_likeliest and (getattr(self.engine, "is_foreign", False) or self.rollout_func is not None):
+        if args.compares_likeliest and (draws_apart(self.engine) or self.rollout_func is not None):
             raise ValueError(
                 f"`divergence_type` is {args.divergence_type!r}, which compares the sampler's likeliest tokens: only our own "
-                "engines, which draw from this model's weights, make them known. Use binary_tv or binary_kl."
+                "engines, which draw from this model's weights, make them known, and not with keys and values in 8 bits. Use "
+                "binary_tv or binary_kl."
             )
 
     # ---- advantages --------------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ class PolicyGroupTrainer(OnlineTrainer):
             return False
         if args.vllm_importance_sampling_correction is not None:
             return args.vllm_importance_sampling_correction
-        return getattr(self.engine, "is_foreign", False) or args.trains_on_older_tokens
+        return draws_apart(self.engine) or args.trains_on_older_tokens
 
     @property
     def needs_old_logps(self) -> bool:

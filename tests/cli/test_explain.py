@@ -545,6 +545,15 @@ def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
     assert told.memory.tokens == 4 * 100 + longest  # the prompt of a group is computed once
 
 
+def test_keys_and_values_in_8_bits_take_half_and_old_log_probs_a_pass_of_their_own(seven_billion):
+    given = {**GROUPS, **seven_billion, "max_completion_length": 100}
+    plain, rounded = (explained("grpo", "grpo", given | more) for more in ({}, {"rollout_kv_dtype": "fp8"}))
+    kept = [{phase.name: phase for phase in told.memory.phases} for told in (plain, rounded)]
+    halved = kept[1]["generation"].terms["keys and values"] / kept[0]["generation"].terms["keys and values"]
+    assert 0.5 < halved < 0.51
+    assert ["scoring" in phases for phases in kept] == [False, True]
+
+
 def test_rollouts_are_scored_in_passes_of_their_own(seven_billion):
     """All of a generation at once, up to what a pass without a gradient may have, however small a micro-batch is."""
     changes = {**GROUPS, **seven_billion, "beta": 0.1, "max_completion_length": 100, "gradient_accumulation_steps": 4}

@@ -135,6 +135,71 @@ def test_log_probs_are_the_trainers_and_a_rerun_is_identical(dtype, close):
         assert (ours - scores).abs().max() < close
 
 
+@pytest.mark.parametrize("options", [{"max_slots": 1}, {"max_slots": 7}, {"max_slots": 64}, {"use_graphs": False}])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "deepseek_v3"])
+def test_in_8_bits_slots_and_graphs_do_not_matter(family, options, caplog):
+    """A last bit of float32 may move a key to its neighbour in 8 bits, which is seldom and moves few draws."""
+    model = loaded(family)
+    engine = ENGINES["native"](model, kv_dtype="fp8")
+    wanted = generate(engine, prompts(6), PARAMS)
+    assert texts(generate(engine, prompts(6), PARAMS)) == texts(wanted)  # graphs of before, pages elsewhere
+    with caplog.at_level(logging.WARNING):
+        found = generate(NativeEngine(model, kv_dtype="fp8", **options), prompts(6), PARAMS)
+    assert "without CUDA graphs" not in caplog.text or family == "deepseek_v3"
+    assert sum(one != other for one, other in zip(texts(found), texts(wanted))) <= 2
+
+
+def test_samples_that_are_put_back_in_8_bits_are_what_they_were():
+    model = loaded("qwen2")
+    engine = NativeEngine(model, max_slots=64, kv_dtype="fp8")
+    wanted = texts(generate(engine, prompts(), PARAMS))
+    engine.kv_memory = 60 * engine._made[0].store.page_bytes
+    with engine.session(PARAMS) as session:
+        tickets = [session.add(prompt) for prompt in prompts()]
+        found = {}
+        while session.in_flight:
+            found.update(session.advance())
+        assert session.scheduler.preempted > 0
+    assert sum(found[ticket].ids.tolist() != ids for ticket, ids in zip(tickets, wanted)) <= 2
+
+
+def test_8_bits_take_half_the_memory_and_are_near_the_trainers_log_probs():
+    """On a CPU they are 0.014 off on average and 0.07 at most; bfloat16 alone, 0.002 and 0.02."""
+    model = middle_model(torch.bfloat16)  # key heads of 64 numbers
+    asked = prompts(40, samples=8, longest=600, vocabulary=32000)
+    params = SamplingParams(max_tokens=200, temperature=0.9, seed=3)
+    taken = {}
+    for kv_dtype in ("auto", "fp8"):
+        engine = NativeEngine(model, kv_dtype=kv_dtype)
+        with engine.session(params) as session:
+            before = torch.cuda.memory_allocated()
+            session.grow(20_000)
+            taken[kv_dtype] = torch.cuda.memory_allocated() - before
+            store = engine._made[0].store
+            assert abs(taken[kv_dtype] - 20_000 * store.page_bytes) < 1 << 20
+    assert taken["fp8"] / taken["auto"] == pytest.approx(65 / 128, rel=0.01)
+    engine = ENGINES["native"](model, kv_dtype="fp8")
+    found = generate(engine, asked, params)
+    again = generate(engine, asked, params)
+    assert texts(found) == texts(again)
+    assert all(np.array_equal(one.policy_logps, two.policy_logps) for one, two in zip(found, again))
+    apart = gaps_to_the_trainer(model, asked[:32], found[:32], 0.9)
+    print(f"8 bits: mean {apart.mean():.2g}, largest {apart.max():.2g}")
+    assert 0.005 < apart.mean() < 0.03
+    assert apart.max() < 0.3
+
+
+def gaps_to_the_trainer(model, asked, found, temperature):
+    units = [
+        (Sample(np.concatenate([p.ids, c.ids]), np.arange(len(p.ids) + len(c.ids)) >= len(p.ids)),)
+        for p, c in zip(asked, found)
+    ]
+    batch = collate(units, ("text",), "ragged").to(next(model.parameters()).device)
+    with torch.no_grad():
+        scores = score_tokens(model.eval(), batch, temperature=temperature).logps
+    return (torch.from_numpy(np.concatenate([c.policy_logps for c in found])).to(scores.device) - scores).abs()
+
+
 def test_memory_is_given_back_and_graphs_survive_its_return_elsewhere():
     model = middle_model(torch.bfloat16)
     engine = ENGINES["native"](model, max_slots=64)

@@ -1,6 +1,8 @@
 """The kernels of the native engine: Triton's against plain torch, in Triton's interpreter where there is no GPU:
 
 TRITON_INTERPRET=1 python -m pytest tests/rollout/test_native_kernels.py
+
+Without that variable, triton alone suffices to compile them for GPUs that are not there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from posttrain.rollout.engines import sampling
 from posttrain.rollout.engines.native import attention as plain
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
 from posttrain.rollout.engines.native.dense_rows import DenseRows
+from posttrain.rollout.engines.native.eight_bits import in_eight_bits, rounded
 from posttrain.rollout.engines.native.graphs import rows_of_graph
 from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.step import advance_rows
@@ -28,9 +31,10 @@ on_cpu = pytest.mark.skipif(ON_GPU, reason="rows lie side by side on a CPU only"
 needs_triton = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
 
 
-def pages_of_rows(prefixes, positions, heads, width, value_width=None):
+def pages_of_rows(prefixes, positions, heads, width, value_width=None, in_eight_bits=False):
     """A store with random numbers, and the pages of rows with these prefixes and positions, scattered over it."""
-    store = KeyValueStore({0: LayerShape(heads, width, value_width or width, torch.float32)}, torch.device(DEVICE))
+    shape = LayerShape(heads, width, value_width or width, torch.float32, in_eight_bits)
+    store = KeyValueStore({0: shape}, torch.device(DEVICE))
     needed = [pages_for(prefix) + pages_for(position + 1 - prefix) for prefix, position in zip(prefixes, positions)]
     store.grow(1 + sum(needed) + 3)
     pool = PagePool()
@@ -40,7 +44,7 @@ def pages_of_rows(prefixes, positions, heads, width, value_width=None):
     for row, count in enumerate(needed):
         table[row, :count] = order[torch.tensor(pool.take(count)) - 1].int()
     for tensor in (*store.keys, *store.values):
-        tensor.copy_(torch.randn(tensor.shape))
+        tensor[:] = torch.randn(tensor.shape).to(DEVICE)
     return store, table.to(DEVICE)
 
 
@@ -75,12 +79,14 @@ CASES = [
     [
         "torch",
         "torch, sinks, narrow values",
+        "torch, sinks, narrow values, 8 bits",
         pytest.param("side by side", marks=on_cpu),
         pytest.param("side by side, sinks, narrow values", marks=on_cpu),
+        pytest.param("side by side, sinks, narrow values, 8 bits", marks=on_cpu),
         *(
             pytest.param(f"triton {n}{more}", marks=needs_triton)
             for n in (1, 4)
-            for more in ("", ", sinks", ", narrow values")
+            for more in ("", ", sinks", ", narrow values", ", 8 bits", ", sinks, narrow values, 8 bits")
         ),
     ],
 )
@@ -89,7 +95,7 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
     heads, key_heads, width, scale = 6, 2, 24, 0.3
     sinks = torch.randn(heads, device=DEVICE) if "sinks" in way else None
     widths = (width, 16 if "narrow" in way else width)
-    store, table = pages_of_rows(prefixes, positions, key_heads, *widths)
+    store, table = pages_of_rows(prefixes, positions, key_heads, *widths, in_eight_bits="8 bits" in way)
     rows = len(prefixes)
     query = torch.randn(rows, heads, width, device=DEVICE)
     key, value = (torch.randn(rows, key_heads, each, device=DEVICE) for each in widths)
@@ -108,15 +114,73 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
 
         splits = int(way.split()[1].strip(","))
         found = decode_attention_triton(
-            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, sinks, splits
-        )
+            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, sinks, splits,
+            in_eight_bits=store.in_eight_bits,
+        )  # fmt: skip
     for row, (position, prefix) in enumerate(zip(positions, prefixes)):
         place = position + (-prefix) % PAGE
         page = table[row, place // PAGE].item()
-        assert torch.equal(store.keys[0][page, :, place % PAGE], key[row])
-        assert torch.equal(store.values[0][page, :, place % PAGE], value[row])
+        kept_key, kept_value = (rounded(x[row]) if "8 bits" in way else x[row] for x in (key, value))
+        assert torch.equal(store.keys[0][page, :, place % PAGE], kept_key)
+        assert torch.equal(store.values[0][page, :, place % PAGE], kept_value)
         wanted = explicit_attention(query[row], store, table, row, position, prefix, scale, window, softcap, sinks)
         assert torch.allclose(found[row].double(), wanted, atol=1e-5), row
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_rounds_to_8_bits_as_torch_does(dtype):
+    """Numbers of all sizes, half of them halfway between two that e4m3 has; tokens of zeros, and of one number alone."""
+    from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
+
+    torch.manual_seed(0)
+    rows, heads, width = 64, 2, 24
+    store = KeyValueStore({0: LayerShape(heads, width, width, dtype, in_eight_bits=True)}, torch.device(DEVICE))
+    store.grow(rows + 1)
+    halfway = (2 * torch.randint(-16, 16, (rows, heads, width)) + 1).float() * 2.0 ** torch.randint(-8, 8, (rows, 1, 1))
+    sizes = 10 ** (10 * torch.rand(rows, heads, 1) - 6)  # to the ends of float16
+    either = torch.where(torch.rand(rows, heads, 1) < 0.5, halfway, torch.randn(rows, heads, width) * sizes)
+    key = either.clamp(-6e4, 6e4).to(DEVICE, dtype)
+    key[0], key[1, :, 1:] = 0, 0
+    value = key.flip(0)
+    where = (1 + torch.arange(rows)[:, None].int(), torch.full((rows,), 5), torch.full((rows,), 0))
+    where, in_use = [tensor.to(DEVICE) for tensor in where], torch.ones(rows, dtype=torch.int64, device=DEVICE)
+    query = torch.zeros(rows, heads, width, dtype=dtype, device=DEVICE)
+    decode_attention_triton(
+        query, key, value, store.addresses[0], *where, in_use, 1.0, None, None, splits=1, in_eight_bits=True
+    )
+    for pages, wanted in ((store.keys[0], key), (store.values[0], value)):
+        assert torch.equal(pages[1:, :, 5], rounded(wanted))
+        assert torch.equal(pages.exponents[1:, :, 5], in_eight_bits(wanted)[1])
+
+
+@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton, not interpreted")
+@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, element):
+    """Down to machine code; Ada has no conversion of some pairs of dtypes."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from posttrain.rollout.engines.native.decode_triton import decode_kernel
+
+    kept = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+    constants = {
+        "KEY_HEADS": 2, "GROUP": 7, "TILE": 16, "WIDTH": 64, "LANES": 64, "VALUE_WIDTH": 64, "VALUE_LANES": 64, "PAGE": PAGE,
+        "BLOCK": 64, "SPLITS": 4, "CAPPED": True, "WINDOWED": True, "SUNK": True, "ELEMENT": kept[element],
+        "EIGHT_BITS": True, "KEPT": tl.float8e4nv,
+    }  # fmt: skip
+    pointers = {"addresses": "*i64", "table": "*i32", "positions": "*i64", "prefixes": "*i64", "remaining": "*i64"}
+    pointers |= dict.fromkeys(("query", "key", "value", "sinks"), f"*{element}") | {"output": "*fp32", "sums": "*fp32"}
+    others = {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: (pointers | others).get(name, "i32") for name in decode_kernel.arg_names}
+    made = triton.compile(
+        ASTSource(decode_kernel, signature, constants), GPUTarget("cuda", capability, 32), {"num_warps": 4}
+    )
+    assert "e4m3" in made.asm["ptx"]
+    assert made.asm["cubin"]
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -136,15 +200,16 @@ def test_rows_out_of_use_write_to_nobodys_page(way):
 
 
 @on_cpu
-def test_steps_side_by_side_are_those_on_pages():
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_steps_side_by_side_are_those_on_pages(is_rounded):
     """Seven steps, kept after the third and the last: the same answers, and the same tokens on the same pages."""
     torch.manual_seed(2)
     prefixes, positions = [0, 5, 16, 40], [0, 7, 16, 90]
-    store, table = pages_of_rows(prefixes, [p + 7 for p in positions], 2, 16)
+    store, table = pages_of_rows(prefixes, [p + 7 for p in positions], 2, 16, in_eight_bits=is_rounded)
     other = KeyValueStore(store.shapes, store.device)
     other.grow(store.pages)
     for mine, theirs in zip((*other.keys, *other.values), (*store.keys, *store.values)):
-        mine.copy_(theirs)
+        mine[:] = theirs[:]
     where, in_use = [table, torch.tensor(positions), torch.tensor(prefixes)], torch.ones(4, dtype=torch.bool)
     dense = DenseRows(other, *where, 7)
     for step in range(7):
@@ -156,8 +221,8 @@ def test_steps_side_by_side_are_those_on_pages():
         where[1] = where[1] + 1
         if step in (2, 6):
             dense.keep()
-    assert torch.equal(store.keys[0], other.keys[0])
-    assert torch.equal(store.values[0], other.values[0])
+    assert torch.equal(store.keys[0][:], other.keys[0][:])
+    assert torch.equal(store.values[0][:], other.values[0][:])
 
 
 @on_cpu

@@ -69,6 +69,17 @@ def test_cancelled_jobs_leave_the_others_what_they_would_have_written():
             assert finished[one.job_id].ids == ids
 
 
+def test_engine_args_may_ask_for_8_bits():
+    jobs = [job(f"j{key}", range(1, 4 + key), key, 40) for key in range(6)]
+    native = NativeEngine(tiny.causal_lm(0), kv_dtype="fp8")
+    prompts = [Prompt(np.array(one.ids), key=key, max_tokens=one.sampling.max_tokens) for key, one in enumerate(jobs)]
+    wanted = [completion.ids.tolist() for completion in generate(native, prompts, SamplingParams(12, seed=7))]
+    engine = served(kv_dtype="fp8")
+    assert engine.engine.rounds_cache
+    finished = run(engine, jobs)
+    assert [finished[one.job_id].ids for one in jobs] == wanted
+
+
 def test_all_pages_are_free_after_a_cancel():
     engine = served(max_slots=4)
     for key in range(8):

@@ -42,6 +42,10 @@ class GatheredEngine:
     def version(self) -> int:
         return self.engine.version
 
+    @property
+    def rounds_cache(self) -> bool:
+        return getattr(self.engine, "rounds_cache", False)
+
     def session(self, params: SamplingParams) -> AbstractContextManager[Session]:
         return self.engine.session(params)
 

@@ -23,6 +23,10 @@ STOP, LENGTH, ERROR = "stop", "length", "error"
 WROTE_PLACEHOLDER = "The model wrote a token that stands for an image"
 """So begins the error of such a completion, where the engine cannot forbid the token."""
 
+AUTO, FP8 = "auto", "fp8"
+KV_DTYPES = (AUTO, FP8)
+"""What the native engine keeps keys and values in: the model's dtype, or 8 bits."""
+
 Decode = Callable[[Sequence[int]], str]
 """A detokeniser. Engines know token ids only; the owner of the tokenizer passes one in."""
 
@@ -172,6 +176,12 @@ class ForeignEngine(RolloutEngine, Protocol):
         self, sequences: Sequence[np.ndarray]
     ) -> list[tuple[list[np.ndarray], Callable[[int], list[str]] | None]]:
         """For each copy of the weights: log-probs of these tokens, and what names tensors that are not the trainer's."""
+
+
+def draws_apart(engine: RolloutEngine) -> bool:
+    """Whether it draws from a distribution that is not quite the trainer's, so that its log-probs are not the policy's own: it is
+    another program, or it rounds keys and values."""
+    return getattr(engine, "is_foreign", False) or getattr(engine, "rounds_cache", False)
 
 
 def generate(

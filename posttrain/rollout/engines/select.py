@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.rollout.engines.protocol import Decode, RolloutEngine
+from posttrain.rollout.engines.protocol import FP8, Decode, RolloutEngine
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ def _native(
     reason = engine.why_not()
     if reason is None:
         return engine
+    if engine.rounds_cache:
+        raise ValueError(
+            f"`rollout_kv_dtype` is {FP8!r}, which is of the native engine, and that does not run "
+            f"{type(engine.innermost).__name__}: {reason}. Leave `rollout_kv_dtype` out."
+        )
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
     shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture", "pixels")}
     return _transformers(model, decode=decode, max_context=max_context, **shared)

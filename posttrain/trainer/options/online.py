@@ -11,7 +11,7 @@ from posttrain.core.sample import KEEP_END
 from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE
 from posttrain.losses.advantages import DEVIATIONS
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
-from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.protocol import KV_DTYPES, SamplingParams
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import WindowRules
@@ -114,6 +114,12 @@ class OnlineConfig(
         None, "Completions that the native engine writes side by side. None: as memory allows."
     )
 
+    rollout_kv_dtype: str | None = option(
+        None,
+        "What the native engine keeps keys and values in: 'fp8', 8 bits, so that twice as many tokens of 16 bits fit; None or "
+        "'auto', the model's dtype.",
+    )
+
     # ---- how
     temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
     top_p: float = option(1.0, "Sample from the most likely tokens that make up this much probability. 1: all.")
@@ -197,6 +203,7 @@ class OnlineConfig(
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
         self.check_vllm_options()
+        self._check_kv_dtype()
         if self.temperature <= 0:
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.fp8:
@@ -225,6 +232,21 @@ class OnlineConfig(
         self.check_async_options()
         self.sampling(())
         self.reward_options()
+
+    def _check_kv_dtype(self) -> None:
+        if self.rollout_kv_dtype is None:
+            return
+        check_choice("rollout_kv_dtype", self.rollout_kv_dtype, KV_DTYPES)
+        if self.use_vllm:
+            raise ValueError(
+                "`rollout_kv_dtype` is of the native engine, and here vLLM writes: leave it out, and give vLLM its own "
+                "`kv_cache_dtype` (`vllm_engine_args`; of a server, --engine-args at its start)."
+            )
+        if self.rollout_engine != "native":
+            raise ValueError(
+                f"`rollout_kv_dtype` is of the native engine, and `rollout_engine` is {self.rollout_engine!r}: leave one of them "
+                "out."
+            )
 
     def _take_old_names(self) -> None:
         self.max_length = _renamed("max_prompt_length", self.max_prompt_length, "max_length", self.max_length)

@@ -86,7 +86,8 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
     # ---- sampler against trainer
     vllm_importance_sampling_correction: bool | None = option(
         None,
-        "Weigh tokens by the ratio of trainer to sampler. None: where they are different programs, not for our own engine.",
+        "Weigh tokens by the ratio of trainer to sampler. None: where they are different programs, and for our own engine where it "
+        "rounds (`rollout_kv_dtype`).",
     )
     vllm_importance_sampling_mode: str = option(
         "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask."

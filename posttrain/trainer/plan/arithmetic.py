@@ -24,6 +24,7 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader
+from posttrain.rollout.engines.protocol import FP8
 from posttrain.rollout.loader import RolloutLoader, Window
 from posttrain.rollout.rollout import DATASET, Request
 from posttrain.rollout.schedule import Schedule
@@ -105,7 +106,8 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.model, side.accelerator = None, SimpleNamespace(parallelism_config=None)
     side.is_deepspeed_enabled = False  # asked for a tensor-parallel size, of which there is none
     side.optimizer = side.optimizer_cls_and_kwargs = side.custom_loss = None
-    side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False))
+    is_rounded = getattr(args, "rollout_kv_dtype", None) == FP8
+    side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False), rounds_cache=is_rounded)
     side.replay = True if getattr(args, "replay_buffer_size", 0) else None
     layout = PADDED if args.layout == PADDED else SHARED if getattr(args, "share_prompts", False) else RAGGED
     pad = side.renderer.tokenizer.pad_token_id or 0

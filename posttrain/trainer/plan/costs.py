@@ -25,6 +25,7 @@ from posttrain.models.memory.shape import Shape
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.rollout.engines.native.cache import LayerShape
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
+from posttrain.rollout.engines.protocol import FP8
 from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
 from posttrain.trainer.step.memory_fit import (
     apply,
@@ -133,7 +134,8 @@ class RunMemory:
             slots = args.max_rollout_slots or MAX_SLOTS["cuda"]
             slots = min(slots, counts.rollouts.completions_per_generation // counts.processes)
             prompts = -(-slots // args.num_generations) * counts.rollouts.longest_prompt
-            a_token = shape.layers * LayerShape(1, shape.widths[2], shape.widths[2], shape.dtype).bytes
+            width, in_eight_bits = shape.widths[2], args.rollout_kv_dtype == FP8
+            a_token = shape.layers * LayerShape(1, width, width, shape.dtype, in_eight_bits).bytes
             self.generation = {
                 "keys and values": a_token * (slots * args.max_completion_length + prompts),
                 "logits": 2 * slots * shape.vocabulary * 4,

@@ -3,6 +3,7 @@
 engine.py            NativeEngine and its session: what is asked of it from outside
 scheduler.py         who runs, who waits, whose pages are whose
 cache.py             pages of keys and values, allocated inside of a session only
+eight_bits.py        keys and values in 8 bits
 attention.py         the attention of a prefill and of a decode step, over those pages
 decode_attention.py  one query a row against its pages, in plain torch; decode_triton.py: the same on CUDA
 dense_rows.py        the same against rows that lie side by side: what a CPU does where they fit

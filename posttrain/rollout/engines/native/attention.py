@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.attention.softmax import softmax_attention
 from posttrain.models.triton_support import runs_triton
-from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape
+from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, Pages
 from posttrain.rollout.engines.native.dense_rows import DenseRows
 from posttrain.rollout.engines.native.states import Mix, MixerStates, Parts, parts_of
 
@@ -24,8 +24,8 @@ from posttrain.rollout.engines.native.states import Mix, MixerStates, Parts, par
 
 
 def write_token(
-    keys: Tensor,
-    values: Tensor,
+    keys: Pages,
+    values: Pages,
     key: Tensor,
     value: Tensor,
     table: Tensor,
@@ -42,8 +42,8 @@ def write_token(
 
 def decode_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Pages,
+    values: Pages,
     table: Tensor,
     positions: Tensor,
     prefixes: Tensor,
@@ -75,7 +75,7 @@ def visible(places: int, positions: Tensor, prefixes: Tensor, window: int | None
     return seen & (distance < window) if window else seen
 
 
-def _of_rows(tensor: Tensor, table: Tensor) -> Tensor:
+def _of_rows(tensor: Pages, table: Tensor) -> Tensor:
     pages = tensor[table.long()]  # (rows, pages, heads, PAGE, width)
     return pages.transpose(1, 2).flatten(2, 3)
 
@@ -163,6 +163,7 @@ class Prefill:
         sinks: Tensor | None,
     ) -> Tensor:
         place = self.store.place_of_layer[module.layer_idx]
+        key, value = self.store.as_kept(key, value)
         self.store.keys[place][self.pages, :, self.offsets] = key[0].transpose(0, 1)
         self.store.values[place][self.pages, :, self.offsets] = value[0].transpose(0, 1)
         return self.segments.attend(query, key, value, scale, window, softcap, sinks)
@@ -223,6 +224,7 @@ class DecodeStep:
             return decode_attention_triton(
                 query, key, value, self.store.addresses[place], self.table, self.positions, self.prefixes,
                 self.remaining, scale, window, softcap, None if sinks is None else sinks.contiguous(),
+                in_eight_bits=self.store.in_eight_bits,
             )[None]  # fmt: skip
         keys, values = self.store.keys[place], self.store.values[place]
         where = (self.table, self.positions, self.prefixes)

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.rollout.engines.native import eight_bits
 from posttrain.rollout.engines.native.cache import PAGE
 
 BLOCK = 64
 PROGRAMS = 528  # four for each of an H200's multiprocessors
 MAX_SPLITS = 32
+ROOM, TOP, LEAST = (tl.constexpr(number) for number in (eight_bits.ROOM, eight_bits.TOP, eight_bits.LEAST))
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -34,10 +36,11 @@ def decode_attention_triton(
     softcap: float | None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    in_eight_bits: bool = False,
 ) -> Tensor:
     """(rows, heads, width) of the new tokens -> (rows, heads, width of values); `addresses` (2,): of this layer's keys and values.
 
-    `sinks` (heads,): scores of a place without a value.
+    `sinks` (heads,): scores of a place without a value. `in_eight_bits`: the pages are; `addresses` (4,) then has the scales', too.
     """
     rows, heads, width = query.shape
     key_heads, value_width = value.shape[1:]
@@ -57,7 +60,8 @@ def decode_attention_triton(
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
         WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
         VALUE_LANES=max(16, triton.next_power_of_2(value_width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
-        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype], num_warps=4,
+        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype],
+        EIGHT_BITS=in_eight_bits, KEPT=tl.float8e4nv if in_eight_bits else ELEMENTS[query.dtype], num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
@@ -72,6 +76,28 @@ def _splits(programs: int) -> int:
     return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), MAX_SPLITS) if programs < PROGRAMS else 1
 
 
+@triton.jit
+def power(exponents):
+    """2^(e - 127)."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_eight_bits(numbers, ROOM: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr):
+    """As `eight_bits.in_eight_bits`: (q, which e4m3 has, still in float32; e).
+
+    Added to 1.5 * 2^23 times the distance between its neighbours in e4m3, a number is rounded to one of them, the even one of two
+    that are as near.
+    """
+    numbers = numbers.to(tl.float32)
+    largest = tl.max(tl.abs(numbers), 0)
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + ROOM) >> 23) - TOP, LEAST)
+    scaled = numbers * power(254 - exponent)
+    binade = tl.maximum(tl.abs(scaled).to(tl.int32, bitcast=True) >> 23, 127 - 6)
+    shift = 1.5 * power(binade + 20)
+    return (scaled + shift) - shift, exponent
+
+
 # Over 60 lines: Triton inlines a function that is called, but its tensors would have to be passed and returned one by one.
 @triton.jit
 def decode_kernel(
@@ -80,15 +106,17 @@ def decode_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, ELEMENT: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     prefix = tl.load(prefixes + row).to(tl.int32)
     gap = (PAGE - prefix % PAGE) % PAGE
-    keys = tl.multiple_of(
-        tl.load(addresses).to(tl.pointer_type(ELEMENT)), 16
-    )  # torch aligns: whole vectors can be read
-    values = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(ELEMENT)), 16)
+    keys = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(KEPT)), 16)  # torch aligns: whole vectors can be read
+    values = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(KEPT)), 16)
+    if EIGHT_BITS:
+        key_exponents = tl.load(addresses + 2).to(tl.pointer_type(tl.uint8))
+        value_exponents = tl.load(addresses + 3).to(tl.pointer_type(tl.uint8))
     lanes, value_lanes = tl.arange(0, LANES), tl.arange(0, VALUE_LANES)
     inside, inside_value = lanes < WIDTH, value_lanes < VALUE_WIDTH
     members = tl.arange(0, TILE)
@@ -114,6 +142,8 @@ def decode_kernel(
         tokens = (page * KEY_HEADS + head) * PAGE + places % PAGE
         filled = seen[:, None] & inside[None, :]
         k = tl.load(keys + tokens[:, None] * WIDTH + lanes[None, :], mask=filled, other=0.0)
+        if EIGHT_BITS:
+            k = (k.to(tl.float32) * power(tl.load(key_exponents + tokens, mask=seen, other=127))[:, None]).to(ELEMENT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
@@ -124,17 +154,27 @@ def decode_kernel(
         total = total * shrink + tl.sum(weights, 1)
         filled = seen[:, None] & inside_value[None, :]
         v = tl.load(values + tokens[:, None] * VALUE_WIDTH + value_lanes[None, :], mask=filled, other=0.0)
+        if EIGHT_BITS:
+            v = (v.to(tl.float32) * power(tl.load(value_exponents + tokens, mask=seen, other=127))[:, None]).to(ELEMENT)
         summed = summed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = above
 
     if split == SPLITS - 1:  # the new token itself, from registers, and onto its page
         new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
         new_value = tl.load(value + row * value_row + head * value_head + value_lanes, mask=inside_value, other=0.0)
+        kept_key, kept_value = new_key, new_value
+        if EIGHT_BITS:
+            kept_key, key_exponent = in_eight_bits(new_key, ROOM, TOP, LEAST)
+            kept_value, value_exponent = in_eight_bits(new_value, ROOM, TOP, LEAST)
+            new_key, new_value = kept_key * power(key_exponent), kept_value * power(value_exponent)
         if tl.load(remaining + row) > 0:
             page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
             token = (page * KEY_HEADS + head) * PAGE + last % PAGE
-            tl.store(keys + token * WIDTH + lanes, new_key, mask=inside)
-            tl.store(values + token * VALUE_WIDTH + value_lanes, new_value, mask=inside_value)
+            tl.store(keys + token * WIDTH + lanes, kept_key.to(KEPT), mask=inside)
+            tl.store(values + token * VALUE_WIDTH + value_lanes, kept_value.to(KEPT), mask=inside_value)
+            if EIGHT_BITS:
+                tl.store(key_exponents + token, key_exponent.to(tl.uint8))
+                tl.store(value_exponents + token, value_exponent.to(tl.uint8))
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))

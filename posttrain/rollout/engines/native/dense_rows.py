@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from posttrain.models.attention.softmax import softmax_attention
-from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore
+from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, Pages
 
 SPARE_COLUMNS = 64
 NOTHING = float("-inf")
@@ -46,11 +46,11 @@ class DenseRows:
         mask = torch.zeros(is_before.shape).masked_fill(is_before, NOTHING)
         return pad(mask, (0, self.columns - is_before.shape[1]))[:, None, None]
 
-    def _gathered(self, pages: Tensor, places: Tensor, is_before: Tensor) -> Tensor:
-        made = pages.new_empty(len(places), pages.shape[1], self.columns, pages.shape[3])
+    def _gathered(self, pages: Pages, places: Tensor, is_before: Tensor) -> Tensor:
         numbers = self._table.long().gather(1, places // PAGE)
         # Zeros, not what happens to lie there: a weight of 0 times a number that is none would be none.
         found = pages[numbers, :, places % PAGE].masked_fill_(is_before[:, :, None, None], 0)
+        made = found.new_empty(len(places), pages.shape[1], self.columns, pages.shape[3])
         made[:, :, : self.column] = found.transpose(1, 2)
         return made
 
@@ -68,6 +68,7 @@ class DenseRows:
         """(rows, heads, width) of the new tokens -> (rows, heads, width of values), in the layer at `place`."""
         rows, heads, width = query.shape
         keys, values = self._keys[place], self._values[place]
+        key, value = self._store.as_kept(key, value)
         keys[:, :, self.column] = key
         values[:, :, self.column] = value
         seen = slice(max(self.column + 1 - window, 0) if window else 0, self.column + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
 from posttrain.models.vision.features import family_of, forbidden_tokens
 from posttrain.rollout.engines.mixture import Mixture
-from posttrain.rollout.engines.native import probe
+from posttrain.rollout.engines.native import eight_bits, probe
 from posttrain.rollout.engines.native.attention import Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.engines.native.graphs import StepGraphs
@@ -29,7 +30,7 @@ from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
 from posttrain.rollout.engines.native.states import MixerStates
 from posttrain.rollout.engines.native.step import DecodeProgram, MixedProgram, Program, Sampler
-from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
+from posttrain.rollout.engines.protocol import AUTO, FP8, KV_DTYPES, Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, refuse_unseen, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar, GrammarReader
@@ -64,6 +65,7 @@ class NativeEngine:
         use_graphs: bool = True,
         mixture: Mixture | None = None,  # a second model that takes part in every draw
         pixels: Pixels | None = None,  # who makes the pixels of prompts with images
+        kv_dtype: str | None = None,  # of KV_DTYPES
     ) -> None:
         self.version, self.mixture, self.pixels = 0, mixture, pixels
         self.model, self.decode, self.kv_memory = model, decode, kv_memory
@@ -79,6 +81,11 @@ class NativeEngine:
         self.context = min(context_length(model, max_context) or LONGEST_CONTEXT for model in self._models)
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
         self.forbidden = forbidden_tokens(self.innermost, pixels)
+        if kv_dtype not in (None, *KV_DTYPES):
+            raise ValueError(f"`kv_dtype` is {kv_dtype!r}; known are {', '.join(KV_DTYPES)}.")
+        self.rounds_cache = kv_dtype == FP8
+        if self.rounds_cache and (reason := eight_bits.why_not(self.device)):
+            raise ValueError(f"Keys and values were to be kept in 8 bits, and {reason}. Leave {FP8!r} out.")
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[Program, StepGraphs] | None = None
         self.packed = [PackedWeights(model) for model in self._models]
@@ -91,11 +98,15 @@ class NativeEngine:
 
         Of a mixture each of the two models is asked by itself.
         """
+        small = {"max_context": self.context, "max_slots": len(probe.LENGTHS)}
         if self.mixture is not None:
-            small = {"max_context": self.context, "max_slots": len(probe.LENGTHS)}
+            small["kv_dtype"] = FP8 if self.rounds_cache else AUTO
             alone = NativeEngine(self.model, **small).why_not()
             with self.mixture.context():
                 return alone or NativeEngine(self.mixture.model, **small).why_not()
+        # First without: what 8 bits are allowed would hide smaller errors.
+        if self.rounds_cache and (reason := NativeEngine(self.model, pixels=self.pixels, **small).why_not()):
+            return reason
         reason = probe.why_not_by_config(self.model, self.innermost) or self._why_not_with_images()
         if reason is not None:
             return reason
@@ -110,8 +121,11 @@ class NativeEngine:
                 leak = probe.leak(self.innermost, self._probe_answers)
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
+        if self.rounds_cache:
+            allowed = max(allowed, probe.OF_EIGHT_BITS)
         if gap > allowed:
-            return f"the native engine's answers differ from a full forward's by {gap:.2g}"
+            in_eight_bits = "with keys and values in 8 bits " if self.rounds_cache else ""
+            return f"{in_eight_bits}the native engine's answers differ from a full forward's by {gap:.2g}"
         return None if leak is None else f"another prompt beside it changes the native engine's answers by {leak:.2g}"
 
     def _why_not_with_images(self) -> str | None:
@@ -205,7 +219,8 @@ class NativeEngine:
         layers = innermost.config.get_text_config().num_hidden_layers
         if len(reader.shapes) != layers and not reader.states:  # beside mixers there may be layers with neither
             raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
-        program.store = KeyValueStore(reader.shapes, self.device)
+        shapes = {layer: replace(shape, in_eight_bits=self.rounds_cache) for layer, shape in reader.shapes.items()}
+        program.store = KeyValueStore(shapes, self.device)
         if reader.states:
             program.states = MixerStates(innermost.config, reader.states)
             self.use_graphs = False  # states move to other memory when rows come and go

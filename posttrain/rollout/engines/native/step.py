@@ -159,7 +159,7 @@ class DecodeProgram(Program):
         positions, prefixes = self.rows.field("positions", rows), self.rows.field("prefixes", rows)
         if self.store.device.type != "cpu":
             return
-        if rows * columns_for(positions, steps) * self.store.token_bytes <= self.dense_bytes:
+        if rows * columns_for(positions, steps) * self.store.dense_token_bytes <= self.dense_bytes:
             table = self.rows.table[:rows, :table_width]
             self.dense = DenseRows(self.store, table, positions, prefixes, steps)
 
