@@ -89,6 +89,22 @@ def test_an_engine_that_is_given_says_for_itself_whether_it_rounds(tmp_path):
     assert not trainer(tmp_path / "c", numbered, model=model, engine=NativeEngine(model)).corrects_sampler
 
 
+def test_a_given_engine_and_the_option_are_refused_together(tmp_path):
+    model = tiny.causal_lm()
+    with pytest.raises(ValueError, match="this run was given one .NativeEngine"):
+        trainer(tmp_path, numbered, model=model, engine=NativeEngine(model), **ROUNDED)
+
+
+def test_tokens_are_weighed_one_by_one_unless_the_user_says_otherwise(tmp_path):
+    def made(**options):
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **options)
+        return args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
+
+    assert made() == made(rollout_kv_dtype="auto") == ("sequence_mask", 3.0)
+    assert made(**ROUNDED) == ("token_truncate", 2.0)
+    assert made(**ROUNDED, vllm_importance_sampling_clip_max=1.5) == ("sequence_mask", 1.5)
+
+
 def test_weights_that_are_gathered_first_are_run_by_an_engine_that_rounds(tmp_path):
     made = trainer(tmp_path, numbered, **ROUNDED)
     gathered = GatheredEngine(made.model, made.local_engine, torch.device("cpu"), torch.float32)
@@ -154,7 +170,7 @@ def test_options_of_other_engines_are_refused(tmp_path, options, sentence):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **options)
 
 
-def test_whoever_asks_for_it_means_our_own_engine(tmp_path):
+def test_asking_for_it_means_our_own_engine(tmp_path):
     made = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, rollout_kv_dtype="fp8")
     assert made.use_vllm is False
 

@@ -206,8 +206,16 @@ def _served(
 
 
 def refuse_given_engine(engine: Any, args: OnlineConfig) -> None:
-    """Of a sharded model all processes gather each tensor together. A server that somebody else has made reads its export in
-    process 0 alone, which would wait for the others indefinitely; an engine that reads weights in place would find pieces."""
+    """What it could not do, or would not know of.
+
+    Of a sharded model all processes gather each tensor together. A server that somebody else has made reads its export in process 0
+    alone, which would wait for the others indefinitely; an engine that reads weights in place would find pieces.
+    """
+    if engine is not None and getattr(args, "rollout_kv_dtype", None) is not None:
+        raise ValueError(
+            f"`rollout_kv_dtype` is for the engine that the trainer makes, and this run was given one ({type(engine).__name__}). "
+            "Leave it out, and make the engine with it (`NativeEngine(model, kv_dtype='fp8')`)."
+        )
     if args.sharding is None:
         return
     if isinstance(getattr(engine, "model", None), nn.Module):

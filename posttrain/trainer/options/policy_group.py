@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from posttrain.losses.advantages import EPSILON, REWARD_SCALES
 from posttrain.losses.importance import AGE_CAP, AGE_MODE, check_correction
 from posttrain.losses.policy import POLICY_LOSSES, TRUST_DIVERGENCES, check_policy_loss
+from posttrain.rollout.engines.protocol import FP8
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.online import AgentConfig, GroupConfig
 
@@ -90,7 +91,9 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
         "rounds (`rollout_kv_dtype`).",
     )
     vllm_importance_sampling_mode: str = option(
-        "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask."
+        "sequence_mask",
+        "token_truncate, token_mask, sequence_truncate or sequence_mask. With `rollout_kv_dtype='fp8'`, and where tokens are older "
+        "than a step, token_truncate with a largest ratio of 2, unless you say otherwise.",
     )
     vllm_importance_sampling_clip_max: float | None = option(3.0, "Largest ratio. None: any.")
     vllm_importance_sampling_clip_min: float | None = option(None, "Smallest ratio. None: any.")
@@ -106,7 +109,9 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         super().__post_init__()
         chosen = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"}
-        if self.trains_on_older_tokens and not chosen & self.set_by_user():
+        # Many tokens that are each a little apart: the ratio of a long completion would be far beyond any bound.
+        is_gradual = self.trains_on_older_tokens or self.rollout_kv_dtype == FP8
+        if is_gradual and not chosen & self.set_by_user():
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max = AGE_MODE, AGE_CAP
         check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
