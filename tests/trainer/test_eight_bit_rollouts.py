@@ -91,7 +91,7 @@ def test_an_engine_that_is_given_says_for_itself_whether_it_rounds(tmp_path):
 
 def test_a_given_engine_and_the_option_are_refused_together(tmp_path):
     model = tiny.causal_lm()
-    with pytest.raises(ValueError, match="this run was given one .NativeEngine"):
+    with pytest.raises(ValueError, match="this run was given one"):
         trainer(tmp_path, numbered, model=model, engine=NativeEngine(model), **ROUNDED)
 
 
