@@ -34,15 +34,24 @@ def decode_attention_triton(
     softcap: float | None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    writes_first: bool = False,
 ) -> Tensor:
     """(rows, heads, width) of the new tokens -> (rows, heads, width of values); `addresses` (2,): of this layer's keys and values.
 
-    `sinks` (heads,): scores of a place without a value.
+    `sinks` (heads,): scores of a place without a value. `writes_first`: rows share pages and look at each other's new tokens, as
+    the lines of drafts do, so all of these are on their pages before anyone looks.
     """
     rows, heads, width = query.shape
     key_heads, value_width = value.shape[1:]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     splits = splits or _splits(rows * key_heads)
+    if writes_first:
+        write_kernel[(rows, key_heads)](
+            key, value, addresses, table, positions, prefixes, remaining,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
+            KEY_HEADS=key_heads, WIDTH=width, LANES=triton.next_power_of_2(width), VALUE_WIDTH=value_width,
+            VALUE_LANES=triton.next_power_of_2(value_width), PAGE=PAGE, ELEMENT=ELEMENTS[query.dtype], num_warps=1,
+        )  # fmt: skip
     output = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     partial = (
         torch.empty(rows, heads, splits, value_width, dtype=torch.float32, device=query.device)
@@ -57,7 +66,8 @@ def decode_attention_triton(
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
         WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
         VALUE_LANES=max(16, triton.next_power_of_2(value_width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
-        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype], num_warps=4,
+        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, WRITES=not writes_first, ELEMENT=ELEMENTS[query.dtype],
+        num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
@@ -79,7 +89,8 @@ def decode_kernel(
     query_row, query_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, window,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, ELEMENT: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, WRITES: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
@@ -130,11 +141,12 @@ def decode_kernel(
     if split == SPLITS - 1:  # the new token itself, from registers, and onto its page
         new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
         new_value = tl.load(value + row * value_row + head * value_head + value_lanes, mask=inside_value, other=0.0)
-        if tl.load(remaining + row) > 0:
-            page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
-            token = (page * KEY_HEADS + head) * PAGE + last % PAGE
-            tl.store(keys + token * WIDTH + lanes, new_key, mask=inside)
-            tl.store(values + token * VALUE_WIDTH + value_lanes, new_value, mask=inside_value)
+        if WRITES:  # noqa: SIM102 - decided when the kernel is compiled, unlike the other one
+            if tl.load(remaining + row) > 0:
+                page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
+                token = (page * KEY_HEADS + head) * PAGE + last % PAGE
+                tl.store(keys + token * WIDTH + lanes, new_key, mask=inside)
+                tl.store(values + token * VALUE_WIDTH + value_lanes, new_value, mask=inside_value)
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -159,6 +171,28 @@ def decode_kernel(
         tl.store(sums + place * 2 + 1, total, mask=is_member)
     both = is_member[:, None] & inside_value[None, :]
     tl.store(output + place[:, None] * VALUE_WIDTH + value_lanes[None, :], summed, mask=both)
+
+
+@triton.jit
+def write_kernel(
+    key, value, addresses, table, positions, prefixes, remaining,
+    key_row, key_head, value_row, value_head, table_row,
+    KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(remaining + row) > 0:
+        prefix = tl.load(prefixes + row).to(tl.int32)
+        place = tl.load(positions + row).to(tl.int32) + (PAGE - prefix % PAGE) % PAGE
+        page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
+        token = (page * KEY_HEADS + head) * PAGE + place % PAGE
+        keys = tl.load(addresses).to(tl.pointer_type(ELEMENT))
+        values = tl.load(addresses + 1).to(tl.pointer_type(ELEMENT))
+        lanes, value_lanes = tl.arange(0, LANES), tl.arange(0, VALUE_LANES)
+        new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=lanes < WIDTH)
+        new_value = tl.load(value + row * value_row + head * value_head + value_lanes, mask=value_lanes < VALUE_WIDTH)
+        tl.store(keys + token * WIDTH + lanes, new_key, mask=lanes < WIDTH)
+        tl.store(values + token * VALUE_WIDTH + value_lanes, new_value, mask=value_lanes < VALUE_WIDTH)
 
 
 @triton.jit
