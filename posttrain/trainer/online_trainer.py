@@ -355,8 +355,9 @@ class OnlineTrainer(BaseTrainer):
         return self.engine_maker(**options)(model)
 
     def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
-        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | slots | options
+        given = {"max_slots": self.args.max_rollout_slots, "drafts": self.args.rollout_drafts or None}
+        own = {name: value for name, value in given.items() if value is not None}
+        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | own | options
         return functools.partial(ENGINES[self.args.rollout_engine], **how)
 
     def _make_collector(self) -> RolloutCollector:

@@ -113,6 +113,11 @@ class OnlineConfig(
     max_rollout_slots: int | None = option(
         None, "Completions that the native engine writes side by side. None: as memory allows."
     )
+    rollout_drafts: int = option(
+        0,
+        "Tokens that the native engine drafts for a completion, by looking up what followed the same tokens before, where few are "
+        "left to write and drafts are accepted. What is written stays the same. 0: none.",
+    )
 
     # ---- how
     temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
@@ -197,6 +202,12 @@ class OnlineConfig(
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
         self.check_vllm_options()
+        check_range("rollout_drafts", self.rollout_drafts, 0)
+        if self.rollout_drafts and (self.use_vllm or self.rollout_engine != "native"):
+            writer = "vLLM (`use_vllm`)" if self.use_vllm else f"`rollout_engine={self.rollout_engine!r}`"
+            raise ValueError(
+                f"`rollout_drafts` is {self.rollout_drafts}, and only the native engine drafts; here {writer} writes. Leave it out."
+            )
         if self.temperature <= 0:
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.fp8:

@@ -28,10 +28,6 @@ MAX_LINES = {"cuda": 64, "cpu": 8}
 rows take as much longer, and only few rows hide behind the weights."""
 LEAST_ACCEPTED = {"cuda": 0.2, "cpu": 1.25}
 """Drafts that a step must accept on average, which is what the step takes longer in units of a step without drafts."""
-PAUSE, LONGEST_PAUSE = (
-    4,
-    64,
-)  # looks without drafts after one where too few were accepted; twice as many each time in a row
 LONGEST, SHORTEST = 3, 2  # tokens that must be alike for what followed them to be a draft
 NONE = -1  # where there is no draft, and in the history where a token stands for an image
 
@@ -165,19 +161,21 @@ def drafts_from(history: Tensor, positions: Tensor, count: int) -> Tensor:
 
 
 class Trial:
-    """Whether drafts pay, by how many were accepted: where too few were, some looks are without."""
+    """Whether drafts pay: by how many a step were accepted in the last look, or, if it had none, would have been."""
 
-    def __init__(self, least: float) -> None:
-        self._least, self._pause, self._next_pause = least, 0, PAUSE
+    is_on = False
 
-    def is_on(self) -> bool:
-        """Asked once before each look for which there is a choice."""
-        self._pause -= 1
-        return self._pause < 0
+    def __init__(self, least: float, drafts: int) -> None:
+        self._least, self._drafts = least, drafts
 
     def note(self, steps: int, accepted: int) -> None:
-        """Of one look, the steps of all its rows together."""
-        if accepted >= self._least * steps:
-            self._next_pause = PAUSE
-        else:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        """Of a look with drafts, the steps of all its rows together."""
+        self.is_on = accepted >= self._least * steps
+
+    def look_back(self, run: Running, written: int) -> None:
+        """Of a look without: look up, on the host, what it began to write after the first `written` tokens of a completion."""
+        tokens, known = _draftable(run), len(run.request.prompt.ids) + written
+        ahead = tokens[known : known + self._drafts]
+        drafts = drafts_from(torch.from_numpy(tokens)[None].long(), torch.tensor([known - 1]), len(ahead))[0].numpy()
+        right = int((drafts == ahead).cumprod().sum())
+        self.is_on = len(ahead) > 0 and (right >= self._least or right == len(ahead))

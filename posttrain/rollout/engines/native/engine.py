@@ -305,7 +305,8 @@ class NativeSession:
         self.drafting = engine.drafting if is_by_prefix and graphs is not None else None
         if self.drafting is not None and engine.use_graphs:
             self.drafting[1].begin(self.sampler)
-        self._trial = Trial(LEAST_ACCEPTED["cuda" if engine.device.type == "cuda" else "cpu"])
+        self._trial = Trial(LEAST_ACCEPTED["cuda" if engine.device.type == "cuda" else "cpu"], engine.drafts)
+        self._looks = 0  # without drafts
         self._has_drafted = False  # in the last look: the history of the rows is on the device, and no columns are
         self.steps = 1 if self.grammar is not None else engine.steps_per_look
         self.budget = engine.page_budget()
@@ -437,15 +438,23 @@ class NativeSession:
         count = self.graphs.bucket(len(running)) if self.engine.use_graphs else len(running)
         is_other = self._lay_out(running, count)
         self._lay_out_masks(running)
-        write = self._write_drafted if self._drafts(count) else self._write
-        return self._collect_finished(running, write(running, count, steps, is_other))
+        may_draft = self._may_draft(count)
+        if may_draft and self._trial.is_on:
+            return self._collect_finished(running, self._write_drafted(running, count, steps, is_other))
+        self._looks += 1
+        run = running[self._looks % len(running)]
+        before = len(run.request.ids)
+        reasons = self._write(running, count, steps, is_other)
+        if may_draft:
+            self._trial.look_back(run, before)
+        return self._collect_finished(running, reasons)
 
-    def _drafts(self, count: int) -> bool:
-        """Whether the next steps have drafts: of few rows, all on pages to their ends, where drafts were accepted lately."""
+    def _may_draft(self, count: int) -> bool:
+        """Few rows, all on pages to their ends."""
         if self.drafting is None or not self.scheduler.has_spare_pages:
             return False
         program, graphs = self.drafting
-        return count <= program.max_rows and not graphs.has_failed and self._trial.is_on()
+        return count <= program.max_rows and not graphs.has_failed
 
     def _write(self, running: list[Running], count: int, steps: int, is_other: bool) -> list[str | None]:
         """Why each is over, or None, after `steps` steps."""
@@ -475,9 +484,9 @@ class NativeSession:
         else:
             for _ in range(steps):
                 program.run(count, self._width, self.sampler)
-        ids, logps, (written, taken, drafted) = program.drawn(len(running))
-        accepted = int(written.sum() - taken.sum())
-        self._trial.note(int(taken.sum()), accepted)
+        ids, logps, (written, own_steps, drafted) = program.drawn(len(running))
+        accepted = int(written.sum() - own_steps.sum())
+        self._trial.note(int(own_steps.sum()), accepted)
         self.engine.drafted += int(drafted.sum())
         self.engine.accepted += accepted
         return [
