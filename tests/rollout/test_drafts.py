@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import drafts as drafting
@@ -310,6 +311,30 @@ def test_where_drafts_cannot_be_captured_there_are_none(qwen, captured, monkeypa
     assert_equal(generate(engine, asked, SEEDED), generate(NativeEngine(qwen), asked, SEEDED))
     assert len(caplog.records) == 1
     assert captured
+
+
+class Waits(TorchDispatchMode):
+    """Fails where the host would wait for a value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique")), (
+            func
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, top_p=0.8, top_k=20)])
+def test_a_step_with_drafts_never_waits_for_the_device_and_leaves_its_tensors_where_they_are(qwen, params):
+    engine = NativeEngine(qwen, drafts=3)
+    with engine.session(params) as session:
+        for prompt in prompts(5):
+            session.add(prompt)
+        session.advance()
+        program, _ = engine.drafting
+        before = [getattr(program, name).data_ptr() for name in ("history", "ids", "logps", "counts")]
+        with engine.running(), Waits():
+            program.run(5, session._width, session.sampler)
+        assert [getattr(program, name).data_ptr() for name in ("history", "ids", "logps", "counts")] == before
 
 
 # ---- when ---------------------------------------------------------------------------------------------------------------
