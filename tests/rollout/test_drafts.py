@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from posttrain.models.layers.kernels import decoder_layers
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import drafts as drafting
 from posttrain.rollout.engines.native import step
@@ -335,6 +336,20 @@ def test_a_step_with_drafts_never_waits_for_the_device_and_leaves_its_tensors_wh
         with engine.running(), Waits():
             program.run(5, session._width, session.sampler)
         assert [getattr(program, name).data_ptr() for name in ("history", "ids", "logps", "counts")] == before
+
+
+def test_layers_that_are_compiled_are_not_compiled_again_for_drafts():
+    model, asked = loaded("qwen2"), prompts(8)
+    wanted = generate(NativeEngine(model), asked, GREEDY)
+    pieces = []
+    for count in (0, 3):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True, backend="eager")
+        assert_equal(generate(NativeEngine(model, drafts=count), asked, GREEDY), wanted)
+        pieces.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert pieces[0] == pieces[1]
 
 
 # ---- when ---------------------------------------------------------------------------------------------------------------

@@ -196,7 +196,10 @@ def test_a_moving_reference_needs_a_model_of_its_own(tmp_path):
 
 def test_slots_are_rows_at_a_time_for_the_plain_engine(tmp_path):
     assert trainer(tmp_path, max_rollout_slots=3).engine.batch_size == 3
-    made = trainer(tmp_path / "native", rollout_engine="native", rollout_drafts=4)
+
+
+def test_drafts_reach_the_native_engine(tmp_path):
+    made = trainer(tmp_path, rollout_engine="native", rollout_drafts=4)
     assert (made.engine.drafts, made.engine.max_slots) == (4, 64)
 
 
