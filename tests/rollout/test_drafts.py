@@ -244,6 +244,28 @@ def test_looks_with_and_without_drafts_may_take_turns(qwen, monkeypatch, steps):
     assert None not in laid_out  # without drafts rows lie side by side again
 
 
+def test_a_look_without_drafts_leaves_no_old_history(qwen, monkeypatch):
+    asked, params = prompts(1), SamplingParams(max_tokens=40, seed=5)
+    wanted = generate(NativeEngine(qwen), asked, params)
+    foretell(monkeypatch, asked, wanted)
+    turns = iter([True, False] * 4)
+    monkeypatch.setattr(Trial, "is_on", property(lambda self: next(turns), lambda self, value: None))
+    engine = NativeEngine(qwen, drafts=3, steps_per_look=2)
+    assert_equal(generate(engine, asked, params), wanted)
+    assert (engine.drafted, engine.accepted) == (24, 24)  # of four looks of two steps, all that is looked up is right
+
+
+def test_lines_without_a_draft_count_for_nothing(qwen, monkeypatch):
+    asked = prompts(3)
+    wanted = generate(NativeEngine(qwen), asked, SEEDED)
+    monkeypatch.setattr(
+        drafting, "drafts_from", lambda history, positions, count: torch.full((len(history), count), NONE)
+    )
+    engine = NativeEngine(qwen, drafts=3)
+    assert_equal(generate(engine, asked, SEEDED), wanted)
+    assert (engine.drafted, engine.accepted) == (0, 0)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_mixture_is_drafted_for_as_well(family, monkeypatch):
     model, other = loaded(family), loaded(family)
@@ -277,6 +299,9 @@ def test_prompts_with_images_are_drafted_for_as_well(family, temperature, monkey
     assert_equal(generate(drafted, asked, params), wanted)
     assert drafted.accepted > 0
     assert not np.isin(torch.cat(fed).numpy(), shown.family.forbidden_ids).any()
+    history = drafted.drafting[0].history.numpy()
+    assert not np.isin(history, shown.family.forbidden_ids).any()
+    assert (history == NONE).any()
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------------
