@@ -177,6 +177,8 @@ class Trial:
         """Of a look without: look up, on the host, what it began to write after the first `written` tokens of a completion."""
         tokens, known = _draftable(run), len(run.request.prompt.ids) + written
         ahead = tokens[known : known + self._drafts]
+        if not len(ahead):  # a stop string took everything back
+            return
         drafts = drafts_from(torch.from_numpy(tokens)[None].long(), torch.tensor([known - 1]), len(ahead))[0].numpy()
         right = int((drafts == ahead).cumprod().sum())
-        self.is_on = len(ahead) > 0 and (right >= self._least or right == len(ahead))
+        self.is_on = right >= self._least or right == len(ahead)

@@ -299,10 +299,10 @@ class NativeSession:
         self.sampler = engine.sampler(params)
         if engine.use_graphs and graphs is not None:
             graphs.begin(self.sampler)
-        is_by_prefix = (
-            self.grammar is None and self.sampler.seen is None
-        )  # how a token is drawn, but for masks of a row's own
-        self.drafting = engine.drafting if is_by_prefix and graphs is not None else None
+        has_masks = (
+            self.grammar is not None or self.sampler.seen is not None
+        )  # of each row, another one after each token
+        self.drafting = engine.drafting if graphs is not None and not has_masks else None
         if self.drafting is not None and engine.use_graphs:
             self.drafting[1].begin(self.sampler)
         self._trial = Trial(LEAST_ACCEPTED["cuda" if engine.device.type == "cuda" else "cpu"], engine.drafts)
