@@ -355,7 +355,11 @@ class OnlineTrainer(BaseTrainer):
         return self.engine_maker(**options)(model)
 
     def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
-        asked = {"max_slots": self.args.max_rollout_slots, "kv_dtype": self.args.rollout_kv_dtype}
+        asked = {
+            "max_slots": self.args.max_rollout_slots,
+            "kv_dtype": self.args.rollout_kv_dtype,
+            "drafts": self.args.rollout_drafts or None,
+        }
         chosen = {name: value for name, value in asked.items() if value is not None}
         how = {"decode": self.decode_exactly, "pixels": self.shown_pixels} | chosen | options
         return functools.partial(ENGINES[self.args.rollout_engine], **how)

@@ -22,6 +22,7 @@ from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.load.reference import adapter_off
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.engines.mixture import Mixture
+from posttrain.rollout.engines.native import drafts
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import SamplingParams, generate
 from posttrain.rollout.engines.select import ENGINES
@@ -109,6 +110,23 @@ def test_slots_and_graphs_do_not_matter(options):
     wanted = generate(NativeEngine(model), prompts(6), PARAMS)
     found = generate(NativeEngine(model, **options), prompts(6), PARAMS)
     assert sum(one != other for one, other in zip(texts(found), texts(wanted))) == 0
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_drafts_write_what_is_written_without_them(use_graphs, monkeypatch):
+    """In every step of up to eight rows, whether they are accepted or not."""
+    monkeypatch.setattr(drafts.Trial, "is_on", True)
+    monkeypatch.setitem(drafts.LEAST_ACCEPTED, "cuda", 0.0)
+    model = loaded("qwen2")
+    for params in (PARAMS, SamplingParams(max_tokens=120, temperature=0.0)):
+        wanted = generate(NativeEngine(model, max_slots=8), prompts(3), params)
+        engine = NativeEngine(model, max_slots=8, drafts=4, use_graphs=use_graphs)
+        found = generate(engine, prompts(3), params)
+        assert texts(found) == texts(wanted)
+        for one, other in zip(found, wanted):
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-4)
+        assert not engine.drafting[1].has_failed
+    assert engine.accepted > 0
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

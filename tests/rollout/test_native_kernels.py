@@ -183,6 +183,51 @@ def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, elemen
     assert made.asm["cubin"]
 
 
+@pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])
+@pytest.mark.parametrize(("prefixes", "positions", "window", "softcap"), CASES)
+def test_lines_of_one_row_look_at_each_other(way, prefixes, positions, window, softcap):
+    """Four lines a row, across the edges of pages; the last of every row is not in use."""
+    torch.manual_seed(3)
+    heads, key_heads, each, scale = 6, 2, 4, 0.3
+    widths = (24, 16)
+    store, table = pages_of_rows(prefixes, [position + each for position in positions], key_heads, *widths)
+    count = each * len(prefixes)
+    query = torch.randn(count, heads, widths[0], device=DEVICE)
+    key, value = (torch.randn(count, key_heads, width, device=DEVICE) for width in widths)
+    sinks = torch.randn(heads, device=DEVICE)
+    ahead = torch.arange(each).repeat(len(prefixes))
+    in_use = (ahead < each - 1).long().to(DEVICE)
+    places, starts = (torch.tensor(x).repeat_interleave(each) for x in (positions, prefixes))
+    places = places + ahead * (ahead < each - 1)
+    where = (table.repeat_interleave(each, 0), places.to(DEVICE), starts.to(DEVICE))
+    before = store.keys[0].clone()
+    if way == "torch":
+        plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use > 0)
+        found = plain.decode_attention(
+            query, store.keys[0], store.values[0], table, *where[1:], scale, window, softcap, sinks
+        )
+    else:
+        from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
+
+        found = decode_attention_triton(
+            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, sinks,
+            splits=int(way.split()[1]), writes_first=True,
+        )  # fmt: skip
+    written = 0
+    for line in range(count):
+        if not in_use[line]:
+            continue
+        row, position, prefix = line // each, places[line].item(), starts[line].item()
+        place = position + (-prefix) % PAGE
+        page = table[row, place // PAGE].item()
+        assert torch.equal(store.keys[0][page, :, place % PAGE], key[line])
+        assert torch.equal(store.values[0][page, :, place % PAGE], value[line])
+        wanted = explicit_attention(query[line], store, table, row, position, prefix, scale, window, softcap, sinks)
+        assert torch.allclose(found[line].double(), wanted, atol=1e-5), line
+        written += 1
+    assert (store.keys[0][1:] != before[1:]).any(-1).any(1).sum() == written  # and nothing else, but for page 0
+
+
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_rows_out_of_use_write_to_nobodys_page(way):
     store, table = pages_of_rows([4, 4], [6, 6], 2, 16)

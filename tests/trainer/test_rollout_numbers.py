@@ -198,6 +198,11 @@ def test_slots_are_rows_at_a_time_for_the_plain_engine(tmp_path):
     assert trainer(tmp_path, max_rollout_slots=3).engine.batch_size == 3
 
 
+def test_drafts_reach_the_native_engine(tmp_path):
+    made = trainer(tmp_path, rollout_engine="native", rollout_drafts=4)
+    assert (made.engine.drafts, made.engine.max_slots) == (4, 64)
+
+
 def test_one_tokenizer_is_a_list_of_one(tmp_path):
     assert trainer(tmp_path, reward_processing_classes=tiny.tokenizer()).rewards.names == ["share_of_letters"]
 

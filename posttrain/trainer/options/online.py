@@ -113,6 +113,11 @@ class OnlineConfig(
     max_rollout_slots: int | None = option(
         None, "Completions that the native engine writes side by side. None: as memory allows."
     )
+    rollout_drafts: int = option(
+        0,
+        "Tokens that the native engine drafts for a completion, by looking up what followed the same tokens before, where few are "
+        "left to write and drafts are accepted. What is written stays the same. 0: none.",
+    )
 
     rollout_kv_dtype: str | None = option(
         None,
@@ -204,6 +209,12 @@ class OnlineConfig(
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
         self.check_vllm_options()
         self._check_kv_dtype()
+        check_range("rollout_drafts", self.rollout_drafts, 0)
+        if self.rollout_drafts and (self.use_vllm or self.rollout_engine != "native"):
+            writer = "vLLM (`use_vllm`)" if self.use_vllm else f"`rollout_engine={self.rollout_engine!r}`"
+            raise ValueError(
+                f"`rollout_drafts` is {self.rollout_drafts}, and only the native engine drafts; here {writer} writes. Leave it out."
+            )
         if self.temperature <= 0:
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.fp8:

@@ -9,6 +9,7 @@ decode_attention.py  one query a row against its pages, in plain torch; decode_t
 dense_rows.py        the same against rows that lie side by side: what a CPU does where they fit
 packed_weights.py    weights in the order in which a CPU's products read them, inside of a session
 step.py              one decode step on the device: model, head, draw, stop test, positions; sampling_triton.py: its end on CUDA
+drafts.py            the same step with several lines a row, for tokens that are looked up ahead
 graphs.py            that step as a CUDA graph
 probe.py             can this model be run so?
 """

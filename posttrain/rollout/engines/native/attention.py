@@ -18,6 +18,7 @@ from posttrain.models.attention.softmax import softmax_attention
 from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, Pages
 from posttrain.rollout.engines.native.dense_rows import DenseRows
+from posttrain.rollout.engines.native.rows import Lines
 from posttrain.rollout.engines.native.states import Mix, MixerStates, Parts, parts_of
 
 # ---- one query a row against the pages of its sequence, in plain torch; the Triton kernel of `decode_triton` does the same
@@ -52,16 +53,21 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """(rows, heads, width) -> (rows, heads, width of values). Row i attends to the tokens 0 to positions[i] of its sequence.
+    """(lines, heads, width) -> (lines, heads, width of values). Line i attends to the tokens 0 to positions[i] of its sequence.
 
-    keys, values (pages, key heads, PAGE, width); table (rows, pages of the longest row).
+    keys, values (pages, key heads, PAGE, width); table (rows, pages of the longest row). The lines of a row lie together, as
+    many of each, and its pages are gathered once for all of them.
     """
-    rows, heads, width = query.shape
+    rows, (count, heads, width) = len(table), query.shape
     gathered = [_of_rows(tensor, table) for tensor in (keys, values)]  # (rows, key heads, places, width)
-    grouped = query.view(rows, keys.shape[1], -1, width)
-    seen = visible(table.shape[1] * PAGE, positions, prefixes, window)[:, None, None]
-    sinks = None if sinks is None else sinks.view(*grouped.shape[1:3], 1)
-    return softmax_attention(grouped, *gathered, seen, scale, softcap, sinks).reshape(rows, heads, -1)
+    grouped = query.view(rows, count // rows, keys.shape[1], -1, width).transpose(1, 2)
+    shape = grouped.shape[:-1]  # (rows, key heads, lines of each row, query heads of each key head)
+    seen = visible(table.shape[1] * PAGE, positions, prefixes, window).view(rows, 1, shape[2], 1, -1)
+    seen = seen.expand(-1, -1, -1, shape[3], -1).flatten(2, 3)
+    if sinks is not None:
+        sinks = sinks.view(shape[1], 1, shape[3], 1).expand(-1, shape[2], -1, -1).flatten(1, 2)
+    found = softmax_attention(grouped.flatten(2, 3), *gathered, seen, scale, softcap, sinks)
+    return found.view(*shape, -1).transpose(1, 2).reshape(count, heads, -1)
 
 
 def visible(places: int, positions: Tensor, prefixes: Tensor, window: int | None) -> Tensor:
@@ -190,18 +196,17 @@ class Prefill:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each row: it is put on its page, or in its column of the dense rows, then looks back."""
+    """One token of each line: it is put on its page, or in its column of the dense rows, then looks back."""
 
     store: KeyValueStore
-    table: Tensor  # (rows, pages) int32
-    positions: Tensor  # (rows,) int64
-    prefixes: Tensor  # (rows,) int64
-    remaining: Tensor  # (rows,) int64; 0: the row is not in use
+    lines: Lines
     dense: DenseRows | None = None
     states: MixerStates | None = None
 
     def mix(self, layer: int, run: Mix) -> Tensor:
-        return run(torch.arange(len(self.positions), device=self.positions.device)[:, None], self.states.cache)[:, 0]
+        return run(torch.arange(len(self.lines.tokens), device=self.lines.tokens.device)[:, None], self.states.cache)[
+            :, 0
+        ]
 
     def attend(
         self,
@@ -214,19 +219,20 @@ class DecodeStep:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        place = self.store.place_of_layer[module.layer_idx]
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (rows, heads, width)
+        place, lines = self.store.place_of_layer[module.layer_idx], self.lines
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (lines, heads, width)
         if self.dense is not None:
             return self.dense.attend(place, query, key, value, scale, window, softcap, sinks)[None]
         if runs_triton(query):
             from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
             return decode_attention_triton(
-                query, key, value, self.store.addresses[place], self.table, self.positions, self.prefixes,
-                self.remaining, scale, window, softcap, None if sinks is None else sinks.contiguous(),
-                in_eight_bits=self.store.in_eight_bits,
+                query, key, value, self.store.addresses[place], lines.table, lines.positions, lines.prefixes,
+                lines.remaining, scale, window, softcap, None if sinks is None else sinks.contiguous(),
+                writes_first=lines.of_each_row > 1, in_eight_bits=self.store.in_eight_bits,
             )[None]  # fmt: skip
         keys, values = self.store.keys[place], self.store.values[place]
-        where = (self.table, self.positions, self.prefixes)
-        write_token(keys, values, key, value, *where, self.remaining > 0)
+        where = (lines.table, lines.positions, lines.prefixes)
+        write_token(keys, values, key, value, *where, lines.remaining > 0)
+        where = (lines.table[:: lines.of_each_row], lines.positions, lines.prefixes)
         return decode_attention(query.contiguous(), keys, values, *where, scale, window, softcap, sinks)[None]

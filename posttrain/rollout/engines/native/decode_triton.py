@@ -37,15 +37,26 @@ def decode_attention_triton(
     sinks: Tensor | None = None,
     splits: int | None = None,
     in_eight_bits: bool = False,
+    writes_first: bool = False,
 ) -> Tensor:
     """(rows, heads, width) of the new tokens -> (rows, heads, width of values); `addresses` (2,): of this layer's keys and values.
 
     `sinks` (heads,): scores of a place without a value. `in_eight_bits`: the pages are; `addresses` (4,) then has the scales', too.
+    `writes_first`: rows share pages and look at each other's new tokens, as the lines of drafts do, so all of these are on their
+    pages before anyone looks.
     """
     rows, heads, width = query.shape
     key_heads, value_width = value.shape[1:]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     splits = splits or _splits(rows * key_heads)
+    kept = tl.float8e4nv if in_eight_bits else ELEMENTS[query.dtype]
+    if writes_first:
+        write_kernel[(rows, key_heads)](
+            key, value, addresses, table, positions, prefixes, remaining,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
+            KEY_HEADS=key_heads, WIDTH=width, LANES=triton.next_power_of_2(width), VALUE_WIDTH=value_width,
+            VALUE_LANES=triton.next_power_of_2(value_width), PAGE=PAGE, EIGHT_BITS=in_eight_bits, KEPT=kept, num_warps=1,
+        )  # fmt: skip
     output = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     partial = (
         torch.empty(rows, heads, splits, value_width, dtype=torch.float32, device=query.device)
@@ -60,8 +71,8 @@ def decode_attention_triton(
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
         WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
         VALUE_LANES=max(16, triton.next_power_of_2(value_width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
-        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, ELEMENT=ELEMENTS[query.dtype],
-        EIGHT_BITS=in_eight_bits, KEPT=tl.float8e4nv if in_eight_bits else ELEMENTS[query.dtype], num_warps=4,
+        CAPPED=bool(softcap), WINDOWED=bool(window), SUNK=sinks is not None, WRITES=not writes_first,
+        ELEMENT=ELEMENTS[query.dtype], EIGHT_BITS=in_eight_bits, KEPT=kept, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(rows, heads)](
@@ -105,8 +116,8 @@ def decode_kernel(
     query_row, query_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, window,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, ELEMENT: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, KEPT: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, WRITES: tl.constexpr,
+    ELEMENT: tl.constexpr, EIGHT_BITS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
@@ -167,14 +178,15 @@ def decode_kernel(
             kept_key, key_exponent = in_eight_bits(new_key, ROOM, TOP, LEAST)
             kept_value, value_exponent = in_eight_bits(new_value, ROOM, TOP, LEAST)
             new_key, new_value = kept_key * power(key_exponent), kept_value * power(value_exponent)
-        if tl.load(remaining + row) > 0:
-            page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
-            token = (page * KEY_HEADS + head) * PAGE + last % PAGE
-            tl.store(keys + token * WIDTH + lanes, kept_key.to(KEPT), mask=inside)
-            tl.store(values + token * VALUE_WIDTH + value_lanes, kept_value.to(KEPT), mask=inside_value)
-            if EIGHT_BITS:
-                tl.store(key_exponents + token, key_exponent.to(tl.uint8))
-                tl.store(value_exponents + token, value_exponent.to(tl.uint8))
+        if WRITES:  # noqa: SIM102 - decided when the kernel is compiled, unlike the other one
+            if tl.load(remaining + row) > 0:
+                page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
+                token = (page * KEY_HEADS + head) * PAGE + last % PAGE
+                tl.store(keys + token * WIDTH + lanes, kept_key.to(KEPT), mask=inside)
+                tl.store(values + token * VALUE_WIDTH + value_lanes, kept_value.to(KEPT), mask=inside_value)
+                if EIGHT_BITS:
+                    tl.store(key_exponents + token, key_exponent.to(tl.uint8))
+                    tl.store(value_exponents + token, value_exponent.to(tl.uint8))
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -199,6 +211,34 @@ def decode_kernel(
         tl.store(sums + place * 2 + 1, total, mask=is_member)
     both = is_member[:, None] & inside_value[None, :]
     tl.store(output + place[:, None] * VALUE_WIDTH + value_lanes[None, :], summed, mask=both)
+
+
+@triton.jit
+def write_kernel(
+    key, value, addresses, table, positions, prefixes, remaining,
+    key_row, key_head, value_row, value_head, table_row,
+    KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_LANES: tl.constexpr, PAGE: tl.constexpr, EIGHT_BITS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(remaining + row) > 0:
+        prefix = tl.load(prefixes + row).to(tl.int32)
+        place = tl.load(positions + row).to(tl.int32) + (PAGE - prefix % PAGE) % PAGE
+        page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
+        token = (page * KEY_HEADS + head) * PAGE + place % PAGE
+        keys = tl.load(addresses).to(tl.pointer_type(KEPT))
+        values = tl.load(addresses + 1).to(tl.pointer_type(KEPT))
+        lanes, value_lanes = tl.arange(0, LANES), tl.arange(0, VALUE_LANES)
+        inside, inside_value = lanes < WIDTH, value_lanes < VALUE_WIDTH
+        new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
+        new_value = tl.load(value + row * value_row + head * value_head + value_lanes, mask=inside_value, other=0.0)
+        if EIGHT_BITS:
+            new_key, key_exponent = in_eight_bits(new_key, ROOM, TOP, LEAST)
+            new_value, value_exponent = in_eight_bits(new_value, ROOM, TOP, LEAST)
+            tl.store(tl.load(addresses + 2).to(tl.pointer_type(tl.uint8)) + token, key_exponent.to(tl.uint8))
+            tl.store(tl.load(addresses + 3).to(tl.pointer_type(tl.uint8)) + token, value_exponent.to(tl.uint8))
+        tl.store(keys + token * WIDTH + lanes, new_key.to(KEPT), mask=inside)
+        tl.store(values + token * VALUE_WIDTH + value_lanes, new_value.to(KEPT), mask=inside_value)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import eight_bits, probe
 from posttrain.rollout.engines.native.attention import Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
+from posttrain.rollout.engines.native.drafts import LEAST_ACCEPTED, MAX_LINES, DraftedProgram, Trial
 from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
 from posttrain.rollout.engines.native.rows import Rows
@@ -66,7 +67,10 @@ class NativeEngine:
         mixture: Mixture | None = None,  # a second model that takes part in every draw
         pixels: Pixels | None = None,  # who makes the pixels of prompts with images
         kv_dtype: str | None = None,  # of KV_DTYPES
+        drafts: int = 0,  # tokens that are drafted for each row, where few run and it pays
     ) -> None:
+        if drafts < 0:
+            raise ValueError(f"`drafts` is {drafts}; it must be 0 (no drafts) or more.")
         self.version, self.mixture, self.pixels = 0, mixture, pixels
         self.model, self.decode, self.kv_memory = model, decode, kv_memory
         self.innermost = innermost_model(model)
@@ -88,6 +92,9 @@ class NativeEngine:
             raise ValueError(f"Keys and values were to be kept in 8 bits, and {reason}. Leave {FP8!r} out.")
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[Program, StepGraphs] | None = None
+        self.drafts, self.drafted = drafts, 0  # tokens a step, and those that were drafted so far
+        self.accepted = 0  # of those
+        self.drafting: tuple[DraftedProgram, StepGraphs] | None = None
         self.packed = [PackedWeights(model) for model in self._models]
         self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
@@ -156,7 +163,7 @@ class NativeEngine:
                 session.scheduler.reserve(1)
                 width = program.rows.put(running, len(running))
                 program.lay_out(len(running), width, 1, are_others=True)
-                found.append(program.logits(len(running), width).clone())
+                found.append(program.logits(program.rows.lines(len(running), width)).clone())
                 program.keep()
                 for run, tokens in zip(running, sequences):
                     run.request.extend([int(tokens[len(tokens) - steps + step])], [0.0], [0.0])
@@ -199,13 +206,18 @@ class NativeEngine:
     def _make(self) -> tuple[Program, StepGraphs]:
         rows = Rows(self.max_slots, pages_for(self.context) + 2, self.steps_per_look, self.device)
         program = self._program(self.innermost, rows)
-        if self.mixture is None:
-            return program, StepGraphs(self.model, program)
-        with self.mixture.context():
-            second = self._program(self.mixture.innermost, rows)
-        both = nn.ModuleList([self.model, self.mixture.model])  # graphs bake in the addresses of both
-        mixed = MixedProgram(program, second, self.mixture)
-        return mixed, StepGraphs(both, mixed)
+        models = self.model
+        if self.mixture is not None:
+            with self.mixture.context():
+                second = self._program(self.mixture.innermost, rows)
+            models = nn.ModuleList([self.model, self.mixture.model])  # graphs bake in the addresses of both
+            program = MixedProgram(program, second, self.mixture)
+        self.drafting = None
+        if self.drafts and not program.has_states:  # a state cannot go back to before a draft
+            lines = MAX_LINES["cuda" if self.device.type == "cuda" else "cpu"]
+            drafted = DraftedProgram(program, self.drafts, max_rows=max(lines // (self.drafts + 1), 1))
+            self.drafting = drafted, StepGraphs(models, drafted)
+        return program, StepGraphs(models, program)
 
     def _program(self, innermost: nn.Module, rows: Rows) -> DecodeProgram:
         program = DecodeProgram(innermost, KeyValueStore({}, self.device), rows)
@@ -302,6 +314,15 @@ class NativeSession:
         self.sampler = engine.sampler(params)
         if engine.use_graphs and graphs is not None:
             graphs.begin(self.sampler)
+        has_masks = (
+            self.grammar is not None or self.sampler.seen is not None
+        )  # of each row, another one after each token
+        self.drafting = engine.drafting if graphs is not None and not has_masks else None
+        if self.drafting is not None and engine.use_graphs:
+            self.drafting[1].begin(self.sampler)
+        self._trial = Trial(LEAST_ACCEPTED["cuda" if engine.device.type == "cuda" else "cpu"], engine.drafts)
+        self._looks = 0  # without drafts
+        self._has_drafted = False  # in the last look: the history of the rows is on the device, and no columns are
         self.steps = 1 if self.grammar is not None else engine.steps_per_look
         self.budget = engine.page_budget()
         program.begin(dense_bytes=int(DENSE_SHARE * self.budget * program.page_bytes))
@@ -432,14 +453,61 @@ class NativeSession:
         count = self.graphs.bucket(len(running)) if self.engine.use_graphs else len(running)
         is_other = self._lay_out(running, count)
         self._lay_out_masks(running)
+        may_draft = self._may_draft(count)
+        if may_draft and self._trial.is_on:
+            return self._collect_finished(running, self._write_drafted(running, count, steps, is_other))
+        self._looks += 1
+        run = running[self._looks % len(running)]
+        before = len(run.request.ids)
+        reasons = self._write(running, count, steps, is_other)
+        if may_draft:
+            self._trial.look_back(run, before)
+        return self._collect_finished(running, reasons)
+
+    def _may_draft(self, count: int) -> bool:
+        """Few rows, all on pages to their ends."""
+        if self.drafting is None or not self.scheduler.has_spare_pages:
+            return False
+        program, graphs = self.drafting
+        return count <= program.max_rows and not graphs.has_failed
+
+    def _write(self, running: list[Running], count: int, steps: int, is_other: bool) -> list[str | None]:
+        """Why each is over, or None, after `steps` steps."""
         if self.engine.use_graphs:
             self.graphs.run(count, steps, self.sampler)
         else:
-            self.program.lay_out(count, self._width, steps, is_other)
+            self.program.lay_out(count, self._width, steps, is_other or self._has_drafted)
             for _ in range(steps):
                 self.program.run(count, self._width, self.sampler)
             self.program.keep()
-        return self._collect_finished(running, *self.program.rows.drawn(steps, len(running)))
+        self._has_drafted = False
+        ids, logps = self.program.rows.drawn(steps, len(running))
+        if self.grammar is not None:
+            for run, token in zip(running, ids[0].tolist()):
+                self.readers[run.request.ticket].take(token)
+        return self.end.take_all([run.request for run in running], ids, logps)
+
+    def _write_drafted(self, running: list[Running], count: int, steps: int, is_other: bool) -> list[str | None]:
+        """As `_write`, with drafts."""
+        program, graphs = self.drafting
+        if is_other or not self._has_drafted:
+            program.put(running)
+        self._has_drafted = True
+        program.restart()
+        if self.engine.use_graphs:
+            graphs.run(count, steps, self.sampler)
+        else:
+            for _ in range(steps):
+                program.run(count, self._width, self.sampler)
+        ids, logps, (written, own_steps, drafted) = program.drawn(len(running))
+        accepted = int(written.sum() - own_steps.sum())
+        self._trial.note(int(own_steps.sum()), accepted)
+        self.engine.drafted += int(drafted.sum())
+        self.engine.accepted += accepted
+        return [
+            self.end.take(run.request, ids[row, :end].tolist(), *logps[:, row, :end].tolist())
+            for row, (run, end) in enumerate(zip(running, written.tolist()))
+        ]
 
     def _lay_out(self, running: list[Running], count: int) -> bool:
         """Rows advance on the device by themselves; they are copied there where something else changed. Returns whether it did."""
@@ -469,14 +537,9 @@ class NativeSession:
             allowed[:, self.engine.forbidden] = False
             self.sampler.allowed[: len(masks)] = allowed.to(self.engine.device)
 
-    def _collect_finished(
-        self, running: list[Running], ids: np.ndarray, logps: np.ndarray
-    ) -> list[tuple[int, Completion]]:
-        reasons = self.end.take_all([run.request for run in running], ids, logps)
+    def _collect_finished(self, running: list[Running], reasons: list[str | None]) -> list[tuple[int, Completion]]:
         finished, done = [], []
-        for row, (run, reason) in enumerate(zip(running, reasons)):
-            if self.grammar is not None:
-                self.readers[run.request.ticket].take(int(ids[0, row]))
+        for run, reason in zip(running, reasons):
             if reason is not None:
                 self.readers.pop(run.request.ticket, None)
                 done.append(run)

@@ -8,12 +8,13 @@ which adapters are on, how tokens are drawn. The graphs share one pool of memory
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from posttrain.rollout.engines.native.step import DecodeProgram, Sampler
+from posttrain.rollout.engines.native.rows import Rows
+from posttrain.rollout.engines.native.step import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +23,27 @@ ROWS_ALMOST_FREE = 256  # up to here a step mostly reads the weights
 MAX_SAMPLERS = 4  # training and evaluation are two
 
 
+class Step(Protocol):
+    """What is captured: the step of a `Program`, or that with drafts."""
+
+    rows: Rows
+    innermost: nn.Module
+
+    def run(self, rows: int, table_width: int, sampler: Sampler) -> None:
+        """One step."""
+
+
 class StepGraphs:
     """Runs steps of a program, by graph where they can be captured."""
 
-    def __init__(self, model: nn.Module, program: DecodeProgram) -> None:
+    def __init__(self, model: nn.Module, program: Step) -> None:
         self._model, self._program = model, program
         self._slots = program.rows.device.shape[1]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._samplers: dict[int, Sampler] = {}  # held on to, since graphs read their tensors
         self._pool: Any = None
         self._baked_in: Any = None
-        self._failed = False
+        self.has_failed = False
 
     def begin(self, sampler: Sampler) -> None:
         """A session begins: graphs of other weights, or of too many ways to draw, are dropped."""
@@ -48,7 +59,7 @@ class StepGraphs:
 
     def run(self, rows: int, steps: int, sampler: Sampler) -> None:
         width = self._program.rows.table.shape[1]
-        graph = None if self._failed else self._graph(rows, sampler)
+        graph = None if self.has_failed else self._graph(rows, sampler)
         for _ in range(steps):
             if graph is None:
                 self._program.run(rows, width, sampler)
@@ -61,7 +72,7 @@ class StepGraphs:
             try:
                 self._graphs[key] = self._captured(rows, sampler)
             except Exception as error:  # a model may synchronise with the device anywhere; it runs, without graphs
-                self._failed = True
+                self.has_failed = True
                 logger.warning(
                     f"{type(self._program.innermost).__name__} decodes without CUDA graphs, which is slower: its step could not be "
                     f"captured ({type(error).__name__}: {error})."

@@ -1,8 +1,9 @@
-"""Rows: the lines of a decode step, one for each request that runs, laid out on the host and copied to the device."""
+"""Rows of a decode step, one for each request that runs, laid out on the host and copied to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from posttrain.rollout.engines.native.scheduler import Running
 FIELDS = ("tokens", "positions", "prefixes", "bases", "numbers", "remaining", "shifts")
 """Of each row: its last token, where that stands, how long the prefix is, where its noise begins, the number of the token to be
 drawn, how many may still be drawn (0: the row is not in use), and how far its rotary positions are from its places (images)."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a step feeds to the model, one token a line: the last of each row, and its drafts (see `drafts`)."""
+
+    table: Tensor  # (lines, pages) int32
+    tokens: Tensor  # (lines,) int64, as all that follow
+    positions: Tensor
+    prefixes: Tensor
+    remaining: Tensor  # 0: the line is not in use
+    shifts: Tensor
+    of_each_row: int = 1
 
 
 class Rows:
@@ -30,6 +44,11 @@ class Rows:
 
     def field(self, name: str, rows: int) -> Tensor:
         return self.device[FIELDS.index(name), :rows]
+
+    def lines(self, rows: int, table_width: int) -> Lines:
+        """The last token of each row, without drafts."""
+        names = ("tokens", "positions", "prefixes", "remaining", "shifts")
+        return Lines(self.table[:rows, :table_width], *(self.field(name, rows) for name in names))
 
     def put(self, running: Sequence[Running], rows: int) -> int:
         """Lay out who runs; the rest of the `rows` is out of use. Returns the width of the table in use."""

@@ -21,7 +21,7 @@ from posttrain.rollout.engines.mixture import Mixture, mixed
 from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import KeyValueStore
 from posttrain.rollout.engines.native.dense_rows import DenseRows, columns_for
-from posttrain.rollout.engines.native.rows import Rows
+from posttrain.rollout.engines.native.rows import Lines, Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running
 from posttrain.rollout.engines.native.states import MixerStates, Parts
 from posttrain.rollout.engines.noise import words
@@ -83,13 +83,13 @@ class Program:
         """The session is over."""
         raise NotImplementedError
 
-    def logits(self, rows: int, table_width: int) -> Tensor:
-        """(rows, V) of the next token."""
+    def logits(self, lines: Lines) -> Tensor:
+        """(lines, V) of the next token."""
         raise NotImplementedError
 
     def run(self, rows: int, table_width: int, sampler: Sampler) -> None:
         """One step: the drawn tokens and their log-probs go to the next line of the results, rows move on by one."""
-        logits = self.logits(rows, table_width)
+        logits = self.logits(self.rows.lines(rows, table_width))
         if runs_triton(logits) and sampler.rule.is_plain and sampler.allowed is None:
             from posttrain.rollout.engines.native.sampling_triton import draw_and_advance_triton
 
@@ -184,14 +184,13 @@ class DecodeProgram(Program):
         )  # fmt: skip
         return output.last_hidden_state[0]
 
-    def logits(self, rows: int, table_width: int) -> Tensor:
-        positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
-        table = self.rows.table[:rows, :table_width]
-        cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense, self.states)
-        rotary = positions + self.rows.field("shifts", rows) if self.has_axes else positions
-        hidden = self.hidden(self.rows.field("tokens", rows)[None], rotary[None], cache)
-        if self.dense is not None:
-            self.dense.advance()
+    def logits(self, lines: Lines) -> Tensor:
+        dense = self.dense if lines.of_each_row == 1 else None  # a column has one token of each row
+        cache = DecodeStep(self.store, lines, dense, self.states)
+        rotary = lines.positions + lines.shifts if self.has_axes else lines.positions
+        hidden = self.hidden(lines.tokens[None], rotary[None], cache)
+        if dense is not None:
+            dense.advance()
         return LanguageHead.of(self.innermost)(hidden)
 
 
@@ -247,11 +246,11 @@ class MixedProgram(Program):
         for part in self.parts:
             part.free()
 
-    def logits(self, rows: int, table_width: int) -> Tensor:
+    def logits(self, lines: Lines) -> Tensor:
         policy, second = self.parts
-        own = policy.logits(rows, table_width)
+        own = policy.logits(lines)
         with self.mixture.context():
-            return mixed(own, second.logits(rows, table_width), self.weight)
+            return mixed(own, second.logits(lines), self.weight)
 
 
 def advance_rows(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:
