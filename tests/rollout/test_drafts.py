@@ -266,6 +266,15 @@ def test_lines_without_a_draft_count_for_nothing(qwen, monkeypatch):
     assert (engine.drafted, engine.accepted) == (0, 0)
 
 
+def test_keys_and_values_in_8_bits_are_drafted_for_as_well(monkeypatch):
+    """In float64, whose last bits do not tip the rounding to 8."""
+    model, asked = loaded("qwen2").double(), prompts(8)
+    wanted = generate(NativeEngine(model, kv_dtype="fp8"), asked, SEEDED)
+    assert texts(wanted) != texts(generate(NativeEngine(model), asked, SEEDED))
+    foretell(monkeypatch, asked, wanted, right=0.6)
+    assert_equal(generate(NativeEngine(model, kv_dtype="fp8", drafts=3), asked, SEEDED), wanted)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_mixture_is_drafted_for_as_well(family, monkeypatch):
     model, other = loaded(family), loaded(family)

@@ -169,8 +169,8 @@ def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, elemen
     kept = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
     constants = {
         "KEY_HEADS": 2, "GROUP": 7, "TILE": 16, "WIDTH": 64, "LANES": 64, "VALUE_WIDTH": 64, "VALUE_LANES": 64, "PAGE": PAGE,
-        "BLOCK": 64, "SPLITS": 4, "CAPPED": True, "WINDOWED": True, "SUNK": True, "ELEMENT": kept[element],
-        "EIGHT_BITS": True, "KEPT": tl.float8e4nv,
+        "BLOCK": 64, "SPLITS": 4, "CAPPED": True, "WINDOWED": True, "SUNK": True, "WRITES": True,
+        "ELEMENT": kept[element], "EIGHT_BITS": True, "KEPT": tl.float8e4nv,
     }  # fmt: skip
     pointers = {"addresses": "*i64", "table": "*i32", "positions": "*i64", "prefixes": "*i64", "remaining": "*i64"}
     pointers |= dict.fromkeys(("query", "key", "value", "sinks"), f"*{element}") | {"output": "*fp32", "sums": "*fp32"}
@@ -184,13 +184,15 @@ def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, elemen
 
 
 @pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])
+@pytest.mark.parametrize("in_eight_bits", [False, True])
 @pytest.mark.parametrize(("prefixes", "positions", "window", "softcap"), CASES)
-def test_lines_of_one_row_look_at_each_other(way, prefixes, positions, window, softcap):
+def test_lines_of_one_row_look_at_each_other(way, in_eight_bits, prefixes, positions, window, softcap):
     """Four lines a row, across the edges of pages; the last of every row is not in use."""
     torch.manual_seed(3)
     heads, key_heads, each, scale = 6, 2, 4, 0.3
     widths = (24, 16)
-    store, table = pages_of_rows(prefixes, [position + each for position in positions], key_heads, *widths)
+    ends = [position + each for position in positions]
+    store, table = pages_of_rows(prefixes, ends, key_heads, *widths, in_eight_bits=in_eight_bits)
     count = each * len(prefixes)
     query = torch.randn(count, heads, widths[0], device=DEVICE)
     key, value = (torch.randn(count, key_heads, width, device=DEVICE) for width in widths)
@@ -200,7 +202,7 @@ def test_lines_of_one_row_look_at_each_other(way, prefixes, positions, window, s
     places, starts = (torch.tensor(x).repeat_interleave(each) for x in (positions, prefixes))
     places = places + ahead * (ahead < each - 1)
     where = (table.repeat_interleave(each, 0), places.to(DEVICE), starts.to(DEVICE))
-    before = store.keys[0].clone()
+    before = store.keys[0][:] + 0
     if way == "torch":
         plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use > 0)
         found = plain.decode_attention(
@@ -211,8 +213,9 @@ def test_lines_of_one_row_look_at_each_other(way, prefixes, positions, window, s
 
         found = decode_attention_triton(
             query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, sinks,
-            splits=int(way.split()[1]), writes_first=True,
+            splits=int(way.split()[1]), in_eight_bits=in_eight_bits, writes_first=True,
         )  # fmt: skip
+    key, value = store.as_kept(key, value)
     written = 0
     for line in range(count):
         if not in_use[line]:
@@ -225,7 +228,7 @@ def test_lines_of_one_row_look_at_each_other(way, prefixes, positions, window, s
         wanted = explicit_attention(query[line], store, table, row, position, prefix, scale, window, softcap, sinks)
         assert torch.allclose(found[line].double(), wanted, atol=1e-5), line
         written += 1
-    assert (store.keys[0][1:] != before[1:]).any(-1).any(1).sum() == written  # and nothing else, but for page 0
+    assert (store.keys[0][:][1:] != before[1:]).any(-1).any(1).sum() == written  # and nothing else, but for page 0
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
