@@ -5,8 +5,8 @@
     python scripts/gpu_receipt.py --check         anywhere, standard library only: is the receipt fresh and green?
 
 A receipt is fresh as long as the files of posttrain/ and tests/gpu/ are those that were tested, and green when every test passed;
-a skipped test is not a passed one. Tests with vLLM are a section of their own, with a digest of the files that concern vLLM: it
-is rarely there, and other changes do not touch it.
+a skipped test is not a passed one. Tests with vLLM and those with FlashAttention 4 are sections of their own, with a digest of the
+files that concern these packages: they are rarely there, and other changes do not touch them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECEIPT = ROOT / "tests" / "gpu" / "receipt.json"
 TESTED = ("posttrain", "tests/gpu")
-SECTIONS = ("cuda", "vllm")
+SECTIONS = ("cuda", "vllm", "flash4")
 PACKAGES = (
     "datasets", "dill", "multiprocess", "xxhash", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime==4.13.2",
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
@@ -49,8 +49,15 @@ PROCESSES = 5
 # ---- what was tested ------------------------------------------------------------------------------------------------------
 
 
-def concerns_vllm(name: str) -> bool:
-    return "vllm" in name or name.startswith(("posttrain/serve/", "posttrain/rollout/engines/weight_sync"))
+CONCERNS = {
+    "vllm": ("posttrain/serve/", "posttrain/rollout/engines/weight_sync"),
+    "flash4": ("posttrain/models/attention/",),
+}
+"""Section -> files that concern it beside those with its name."""
+
+
+def concerns(section: str, name: str) -> bool:
+    return section == "cuda" or section in name or name.startswith(CONCERNS[section])
 
 
 def files_of(section: str, root: Path = ROOT) -> dict[str, str]:
@@ -61,7 +68,7 @@ def files_of(section: str, root: Path = ROOT) -> dict[str, str]:
             name = path.relative_to(root).as_posix()
             if not path.is_file() or "__pycache__" in name or path == root / RECEIPT.relative_to(ROOT):
                 continue
-            if section == "cuda" or concerns_vllm(name):
+            if concerns(section, name):
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return found
 
@@ -72,7 +79,8 @@ def digest(files: dict[str, str]) -> str:
 
 def files_with_tests(section: str, root: Path = ROOT) -> list[Path]:
     files = sorted((root / "tests" / "gpu").glob("test_*.py"))
-    return [path for path in files if ("vllm" in path.name) == (section == "vllm")]
+    own = {path: next((one for one in CONCERNS if one in path.name), "cuda") for path in files}
+    return [path for path in files if own[path] == section]
 
 
 # ---- running --------------------------------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ def machine() -> dict:
     import torch
 
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
-    for package in ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "vllm"):
+    for package in ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "vllm", "flash-attn-4"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -216,7 +224,11 @@ def read() -> dict:
 
 def in_words(receipt: dict) -> str:
     """For README and docs/support.md: what was run on a GPU, and when."""
-    titles = {"cuda": "`tests/gpu` on a GPU", "vllm": "`tests/gpu` with vLLM"}
+    titles = {
+        "cuda": "`tests/gpu` on a GPU",
+        "vllm": "`tests/gpu` with vLLM",
+        "flash4": "`tests/gpu` with FlashAttention 4",
+    }
     said = [f"{titles[section]}: {summary(receipt[section])}" for section in SECTIONS if section in receipt]
     return " ".join(said or ["`tests/gpu` has not been run on a GPU for this tree."])
 

@@ -29,7 +29,9 @@ from benchmarks.speed.settings import LIBRARY
 from benchmarks.speed.special_rows import SPECIAL_ROWS
 
 DEMO_MODEL = str(Path.home() / ".cache" / "posttrain" / "smollm2-135m-instruct")  # where `posttrain demo` keeps it
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "liger-kernel", "tokenizers", "triton")
+PACKAGES = (
+    "torch", "transformers", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn-4", "tokenizers", "triton",
+)  # fmt: skip
 
 
 def arguments(given: list[str]) -> argparse.Namespace:

@@ -1,9 +1,10 @@
 """Forward and backward of a few decoder layers, in bfloat16 and with products in 8 bits.
 
     python -m benchmarks.speed.layers [--shape 7b|1.5b|0.5b] [--layers 4] [--segments 2048x8 32768x1]
-        [--ways bf16 varlen fp8] [--tiny]
+        [--ways bf16 varlen dense fp8] [--tiny]
 
-Random weights, bfloat16, `compile_layers`. `varlen` is bfloat16 without the dense attention of long segments. A line of JSON for
+Random weights, bfloat16, `compile_layers`. `varlen` is bfloat16 by torch's ragged kernel alone, `dense` with the dense attention of
+long segments and without FlashAttention 4; the others may take both. A line of JSON for
 each: median milliseconds, tokens a second, peak memory, the loss (one feature of each token, times a random number), and how far
 its gradient is from that of the first way, as the sine of the angle between the two.
 """
@@ -22,6 +23,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
 from posttrain.core.batch import LongSegments
+from posttrain.models.attention import flash4
+from posttrain.models.attention.dense import dense_gain
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
@@ -32,7 +35,7 @@ SHAPES = {  # hidden, MLP, heads, heads of keys
     "0.5b": (896, 4864, 14, 2),
     "tiny": (64, 96, 4, 2),
 }
-WAYS = ("bf16", "varlen", "fp8")
+WAYS = ("bf16", "varlen", "dense", "fp8")
 REPEATS, WARM_UP = 5, 3
 
 
@@ -85,12 +88,15 @@ def main() -> None:
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = (PLAIN if asked.tiny else COMPILED,)
+    has_flash4 = flash4.is_installed
     whole = built("tiny" if asked.tiny else asked.shape, asked.layers).to(device)
     for each in asked.segments:
         length, count = map(int, each.split("x"))
         first = None
         for name in asked.ways:
             torch.compiler.reset()
+            flash4.is_installed = has_flash4 and name not in ("varlen", "dense")
+            dense_gain.cache_clear()  # over the ragged kernel of this way
             options = LoadOptions(layer_kernels=kernels, device=device, fp8=name == "fp8")
             model = load_model(copy.deepcopy(whole), options).model.train()
             lengths = [length] * count

@@ -155,9 +155,12 @@ class Side:
         options = {**settings.shared(row, self.device, output), **setting.options, **self.overrides}
         options = settings.with_accumulation(row, options)
         options["max_steps"] = steps.total
+        attention = options.pop("attn_implementation", None)  # no config has it for a model that is loaded
         if setting.library == "posttrain":
             options["dataset_cache_dir"] = output
         model = materials.build_model(row, self.device, getattr(torch, setting.weights))
+        if attention:
+            model.set_attn_implementation(attention)
         weights = materials.checksum(model)
         clock = StepClock(steps, self.device, self._limit(row, setting), logs_all=row.writes)
         lora = (

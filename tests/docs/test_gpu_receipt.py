@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_receipt
-from scripts.gpu_receipt import changes, digest, files_of, is_good, not_passed, verdict
+from scripts.gpu_receipt import SECTIONS, changes, digest, files_of, files_with_tests, is_good, not_passed, verdict
 
 
 @pytest.fixture
@@ -75,6 +75,15 @@ def test_the_section_of_vllm_is_touched_by_its_own_files_only(tree):
     assert is_good(receipt, "vllm", tree)
     (tree / "posttrain" / "serve" / "b.py").write_text("other")
     assert changes(receipt, "vllm", tree) == ["posttrain/serve/b.py (changed)"]
+
+
+def test_every_file_of_tests_is_in_one_section(tree):
+    (tree / "tests" / "gpu" / "test_flash4.py").write_text("")
+    names = {section: [path.name for path in files_with_tests(section, tree)] for section in SECTIONS}
+    assert names == {"cuda": ["test_one.py"], "vllm": ["test_vllm.py"], "flash4": ["test_flash4.py"]}
+    (tree / "posttrain" / "models" / "attention").mkdir(parents=True)
+    (tree / "posttrain" / "models" / "attention" / "flash.py").write_text("")
+    assert set(files_of("flash4", tree)) == {"posttrain/models/attention/flash.py", "tests/gpu/test_flash4.py"}
 
 
 def test_the_check_needs_the_standard_library_only():

@@ -12,6 +12,7 @@ from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
 from posttrain.models.attention import dense, ragged
 from posttrain.models.attention.dense import WORTH_IT
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
@@ -71,6 +72,7 @@ def test_recomputation_changes_no_gradient(selective, monkeypatch):
     monkeypatch.setattr(ragged, "dense_pays", lambda *heads: True)
     model = loaded(torch.bfloat16).model
     wanted = answers(model, batch())
+    allow_selective_checkpointing(model)
     kwargs = {"use_reentrant": False} | ({"selective": True} if selective else {})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     found = answers(model, batch())

@@ -167,20 +167,6 @@ def test_in_8_bits_slots_and_graphs_do_not_matter(family, options, caplog):
     assert sum(one != other for one, other in zip(texts(found), texts(wanted))) <= 2
 
 
-def test_samples_that_are_put_back_in_8_bits_are_what_they_were():
-    model = loaded("qwen2")
-    engine = NativeEngine(model, max_slots=64, kv_dtype="fp8")
-    wanted = texts(generate(engine, prompts(), PARAMS))
-    engine.kv_memory = 60 * engine._made[0].store.page_bytes
-    with engine.session(PARAMS) as session:
-        tickets = [session.add(prompt) for prompt in prompts()]
-        found = {}
-        while session.in_flight:
-            found.update(session.advance())
-        assert session.scheduler.preempted > 0
-    assert sum(found[ticket].ids.tolist() != ids for ticket, ids in zip(tickets, wanted)) <= 2
-
-
 def test_8_bits_take_half_the_memory_and_are_near_the_trainers_log_probs():
     """On a CPU they are 0.014 off on average and 0.07 at most; bfloat16 alone, 0.002 and 0.02."""
     model = middle_model(torch.bfloat16)  # key heads of 64 numbers
@@ -235,9 +221,10 @@ def test_memory_is_given_back_and_graphs_survive_its_return_elsewhere():
     assert engine._made[0].store.pages == 0
 
 
-def test_preemption_when_memory_is_short():
+@pytest.mark.parametrize(("kv_dtype", "moved"), [("auto", 1), ("fp8", 2)])
+def test_samples_that_are_put_back_when_memory_is_short_are_what_they_were(kv_dtype, moved):
     model = loaded("qwen2")
-    engine = NativeEngine(model, max_slots=64)
+    engine = NativeEngine(model, max_slots=64, kv_dtype=kv_dtype)
     wanted = texts(generate(engine, prompts(), PARAMS))
     engine.kv_memory = 60 * engine._made[0].store.page_bytes
     with engine.session(PARAMS) as session:
@@ -246,7 +233,7 @@ def test_preemption_when_memory_is_short():
         while session.in_flight:
             found.update(session.advance())
         assert session.scheduler.preempted > 0
-    assert sum(found[ticket].ids.tolist() != ids for ticket, ids in zip(tickets, wanted)) <= 1
+    assert sum(found[ticket].ids.tolist() != ids for ticket, ids in zip(tickets, wanted)) <= moved
 
 
 def test_adapters_on_and_off_are_different_graphs_and_changed_weights_the_same():

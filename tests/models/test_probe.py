@@ -52,10 +52,10 @@ def test_probes_ask_with_ordinary_tokens():
 def test_a_prefix_that_is_not_seen_is_noticed_in_low_precision(monkeypatch):
     """By the average over all words, which is what 16 bits are judged by."""
     monkeypatch.setattr(
-        "posttrain.models.attention.ragged.shared_prefix_loop",
-        lambda query, key, value, bounds, longest, prefixes, scaling, dropout, *_: segment_attention(
-            query, key, value, bounds, longest, scaling, dropout
-        )[0],
+        "posttrain.models.attention.prefix._shared_prefix_loop",
+        lambda query, key, value, bounds, prefixes, scale, dropout, *_: segment_attention(
+            query, key, value, bounds, int(bounds.diff().max()), scale, dropout
+        ),
     )
     loaded = load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16, share_prefixes=True))
     assert loaded.layout != SHARED

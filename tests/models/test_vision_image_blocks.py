@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.models.attention import ragged
+from posttrain.models.attention import flash, ragged
 from posttrain.models.attention.image_blocks import ImageBlocks
 from posttrain.models.attention.ragged import segment_attention
 
@@ -53,7 +53,7 @@ def kernel(
         one = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
         how = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
         parts.append(torch.nn.functional.scaled_dot_product_attention(*one, **how).transpose(0, 1))
-    return (torch.cat(parts),)
+    return torch.cat(parts), None, None, None, None
 
 
 @settings(max_examples=60)
@@ -68,7 +68,7 @@ def test_two_varlen_calls_are_the_masked_loop(segments: Any, window: int | None,
     theirs = torch.autograd.grad(loop.square().sum(), heads)
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "flash_can_run", lambda query: True)
+        patch.setattr(flash, "flash_can_run", lambda query: True)
         patch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(1) or kernel(*a, **k))
         mine = segment_attention(*heads, bounds, longest, None, 0.0, window, images)
     assert len(calls) == (0 if window is not None and images.longest > window else 2)

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.cli.running.run_record import version_of
+
+if TYPE_CHECKING:
+    import torch
 
 NO_VERSION = "(no version)"
 GOOD, MISSING, WARNED, BAD = "ok", "-", "!", "!!"
@@ -167,11 +171,26 @@ def kernels() -> list[Line]:
         works = runs_triton(torch.zeros(1, device="cuda"))
         text = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"
         lines.append(Line(GOOD if works else MISSING, "triton", text))
-        from posttrain.models.attention.ragged import long_gain
+        lines += attention_by_shape(dtype)
+    return lines
 
-        for heads, key_heads, width in ((32, 8, 128), (14, 2, 64)):  # usual shapes of 8B and of 0.5B
-            gain = long_gain(heads, key_heads, width, dtype, torch.device("cuda"))
-            lines.append(Line(GOOD, f"{heads}/{key_heads} heads of {width}", str(gain)))
+
+def attention_by_shape(dtype: torch.dtype) -> list[Line]:
+    """Which kernel attends to ragged rows on the GPU, measured."""
+    import torch
+
+    from posttrain.models.attention import flash4
+    from posttrain.models.attention.ragged import long_gain
+
+    device, lines = torch.device("cuda"), []
+    if not flash4.is_installed:
+        purpose = "for attention that is faster on Hopper and Blackwell GPUs"
+        lines.append(Line(MISSING, flash4.PACKAGE, f"{purpose}: pip install 'posttrain[flash4]'"))
+    for heads, key_heads, width in ((32, 8, 128), (14, 2, 64)):  # usual shapes of 8B and of 0.5B
+        name, shape = f"{heads}/{key_heads} heads of {width}", (heads, key_heads, width, dtype)
+        if flash4.is_installed:
+            lines.append(Line(GOOD, name, str(flash4.decide(flash4.Variant(*shape), device))))
+        lines.append(Line(GOOD, name, str(long_gain(*shape, device))))
     return lines
 
 

@@ -9,7 +9,7 @@ from posttrain.cli.running.run_record import version_of
 
 PACKAGES = (
     "posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "huggingface_hub",
-    "vllm", "liger-kernel", "bitsandbytes", "deepspeed", "triton", "trackio", "wandb", "tensorboard",
+    "vllm", "liger-kernel", "flash-attn-4", "bitsandbytes", "deepspeed", "triton", "trackio", "wandb", "tensorboard",
 )  # fmt: skip
 
 

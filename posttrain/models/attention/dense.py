@@ -11,10 +11,8 @@ Whether it is faster is measured once for each shape of heads, on the device at 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from posttrain.core.batch import LONG, LongSegments
+from posttrain.models.attention.trial import NEAR, WORTH_IT, alone_in_a_thread, apart, heads_of, tried
 
 Segments = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 """(1, heads, tokens, width) of queries, keys and values, bounds, tokens of the longest, scale -> (1, tokens, heads, width)."""
@@ -30,9 +29,6 @@ BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 """In this order: a shape that cuDNN refuses is computed by the next."""
 WIDTHS = range(64, 129, 8)
 """Of heads, that cuDNN's kernel is asked for; it ended the process with a segmentation fault at 16, on an H200."""
-PROBE_REPEATS = 5
-WORTH_IT = 1.15  # times as fast as varlen
-NEAR = 0.02  # of the norm: four roundings to bfloat16
 
 
 @dataclass(frozen=True)
@@ -94,8 +90,8 @@ def dense_gain(
     if width not in WIDTHS:
         return Gain(0, f"is not asked for heads of {width}")
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([device]):
-            return _measured(heads, key_heads, width, dtype, device, short)
+        with torch.random.fork_rng([device]):
+            return alone_in_a_thread(lambda: _measured(heads, key_heads, width, dtype, device, short), device)
     except Exception as error:  # a driver may refuse in any way of its own; the varlen kernel runs
         return Gain(0, f"could not be run ({type(error).__name__}: {error})")
 
@@ -104,24 +100,10 @@ def _measured(
     heads: int, key_heads: int, width: int, dtype: torch.dtype, device: torch.device, short: Segments
 ) -> Gain:
     bounds = torch.tensor([0, LONG], dtype=torch.int32, device=device)
-    made = (torch.randn(1, LONG, n, width, dtype=dtype, device=device) for n in (heads, key_heads, key_heads))
-    given = [x.transpose(1, 2).requires_grad_() for x in made]  # as a layer's projections lie
-    seconds, results = [], []
-    for attend in (lambda: short(*given, bounds, LONG, None), lambda: alone(*given, None)):
-        runs = [_seconds(attend, given, device) for _ in range(PROBE_REPEATS + 2)]  # two to warm up
-        seconds.append(min(run[0] for run in runs[2:]))
-        results.append(runs[-1][1])
-    apart = max(float((one - other).norm() / one.norm()) for one, other in zip(*results))
-    if not apart < NEAR:
-        return Gain(0, f"answers otherwise, by {apart:.2g} of the norm")
-    return Gain(seconds[0] / seconds[1])
-
-
-def _seconds(attend: Callable[[], Tensor], given: list[Tensor], device: torch.device) -> tuple[float, list[Tensor]]:
-    """Of a forward and a backward pass; and its result and gradients, in float32."""
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    output = attend()
-    gradients: tuple[Any, ...] = torch.autograd.grad(output, given, torch.ones_like(output).cumsum(1).remainder(3))
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began, [x.detach().float() for x in (output, *gradients)]
+    given = heads_of(LONG, (heads, key_heads, key_heads), width, dtype, device)
+    seconds, wanted = tried(lambda: short(*given, bounds, LONG, None), given)
+    own_seconds, found = tried(lambda: alone(*given, None), given)
+    distance = apart(wanted, found)
+    if not distance < NEAR:
+        return Gain(0, f"answers otherwise, by {distance:.2g} of the norm")
+    return Gain(seconds / own_seconds)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.models.attention.flash import EVERYTHING, FlashCall
+
 
 @dataclass(frozen=True)
 class ImageBlocks:
@@ -47,19 +49,12 @@ class ImageBlocks:
         return cls(blocks, tokens(starts), tokens(firsts), bounds_of(starts), bounds_of(firsts), *longest)
 
 
-def seen_whole(
-    causal: Tensor,
-    heads: tuple[Tensor, Tensor, Tensor],
-    images: ImageBlocks,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """`causal` (tokens, heads, dim) with the tokens of images replaced; `heads` are q, k, v in that form."""
+def seen_whole(causal: Tensor, heads: tuple[Tensor, Tensor, Tensor], images: ImageBlocks, call: FlashCall) -> Tensor:
+    """`causal` (tokens, heads, dim), which `call` gave, with the tokens of images replaced; `heads` are q, k, v in that form."""
     q, k, v = heads[0][images.queries], heads[1][images.keys], heads[2][images.keys]
-    left, right = (sliding_window - 1, images.longest - 1) if sliding_window else (-1, -1)
-    output = torch.ops.aten._flash_attention_forward(
-        q, k, v, images.cu_queries, images.cu_keys, images.longest, images.longest_keys, dropout, False, False,
-        scale=scaling, window_size_left=left, window_size_right=right,
-    )[0]  # fmt: skip
-    return causal.index_copy(0, images.queries, output)
+    left, _ = call.window
+    whole = call._replace(
+        bounds=images.cu_queries, key_bounds=images.cu_keys, longest=images.longest, longest_keys=images.longest_keys,
+        causal=False, window=EVERYTHING if call.window == EVERYTHING else (left, images.longest - 1),
+    )  # fmt: skip
+    return causal.index_copy(0, images.queries, whole.attend(q, k, v))

@@ -31,7 +31,7 @@ from posttrain.core.batch import SharedPrefixes
 from posttrain.models.attention.prefix import segments_with_prefixes
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-CARRIED = frozenset({*BOUNDS, "shared_prefixes", "kv_cache", "row_part", "image_blocks"})
+CARRIED = frozenset({*BOUNDS, "shared_prefixes", "long_segments", "kv_cache", "row_part", "image_blocks"})
 LEAST_FULL = 0.5
 """A row of a padded batch is at least so full: shorter ones have a batch of their own."""
 CACHES = ("cache_params", "past_key_values")

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import SharedPrefixes
+from posttrain.models.attention.flash import FlashCall, as_narrow, as_wide, tokens_first
 from posttrain.models.attention.softmax import attention
 from posttrain.models.triton_support import runs_triton
 
 
 @torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch
-def shared_prefix_flash(
+def shared_prefix_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -36,66 +37,45 @@ def shared_prefix_flash(
     prefixes: SharedPrefixes,
     scaling: float | None,
     dropout: float,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """(1, heads, tokens, dim) -> (tokens, heads, dim) with torch's varlen flash kernel."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return _SharedPrefixFlash.apply(q, k, v, sinks, bounds, longest, prefixes, scale, dropout)
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim), with two flash calls where they can run."""
+    q, k, v = tokens_first(query, key, as_wide(value, query))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    own = FlashCall.of_segments(bounds, longest, scale, dropout=dropout, softcap=softcap or 0.0)
+    back = own._replace(
+        bounds=prefixes.cu_continuations, key_bounds=prefixes.cu_prefixes, longest=prefixes.longest_continuations,
+        longest_keys=prefixes.longest_prefix, causal=False,
+    )  # fmt: skip
+    if own.can_run(q, k) and back.can_run(q, k):
+        return as_narrow(_SharedPrefixFlash.apply(q, k, v, sinks, own, back, prefixes), value).unsqueeze(0)
+    return _shared_prefix_loop(query, key, value, bounds, prefixes, scale, dropout, softcap, sinks)
 
 
 @torch.compiler.disable
-def sink_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """(1, heads, tokens, dim) -> (tokens, heads, dim): segments apart, with a sink (heads,)."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-    return _SinkFlash.apply(q, k, v, sinks, bounds, longest, scale, dropout, window)
+def sink_flash(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, call: FlashCall) -> Tensor:
+    """(tokens, heads, dim) -> same: segments apart, with a sink (heads,)."""
+    return _SinkFlash.apply(q, k, v, sinks, call)
 
 
 class _SinkFlash(torch.autograd.Function):
     """One flash call and a sink."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor,
-        bounds: Tensor,
-        longest: int,
-        scale: float,
-        dropout: float,
-        window: tuple[int, int],
-    ) -> Tensor:
-        ctx.longest, ctx.dropout = longest, dropout
-        ctx.how = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
-        out, sums, *seed = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, True, False, **ctx.how
-        )
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, call: FlashCall) -> Tensor:
+        out, sums, seed = call.forward(q, k, v)
         out, sums = with_sinks(out, sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, sums, bounds, *seed[:2])
+        ctx.save_for_backward(q, k, v, sinks, out, sums, *seed)
+        ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, sums, bounds, *seed = ctx.saved_tensors
+        q, k, v, sinks, out, sums, *seed = ctx.saved_tensors
         grad_out = grad_out.contiguous()
-        gradients = torch.ops.aten._flash_attention_backward(
-            grad_out, q, k, v, out, sums, bounds, bounds, ctx.longest, ctx.longest, ctx.dropout, True, *seed, **ctx.how
-        )
-        return *gradients, sink_gradient(grad_out, out, sums, sinks), None, None, None, None, None
+        gradients = ctx.call.backward(grad_out, q, k, v, out, sums, tuple(seed))
+        return *gradients, sink_gradient(grad_out, out, sums, sinks), None
 
 
 def with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,50 +100,36 @@ class _SharedPrefixFlash(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        bounds: Tensor,
-        longest: int,
+        own: FlashCall,
+        back: FlashCall,
         prefixes: SharedPrefixes,
-        scale: float,
-        dropout: float,
     ) -> Tensor:
         looking, seen = slice(prefixes.start, prefixes.stop), slice(0, prefixes.num_prefix_tokens)
-        out, sums, *own_seed = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, True, False, scale=scale
-        )
-        back, back_sums, *back_seed = torch.ops.aten._flash_attention_forward(
-            q[looking], k[seen], v[seen], prefixes.cu_continuations, prefixes.cu_prefixes,
-            prefixes.longest_continuations, prefixes.longest_prefix, dropout, False, False, scale=scale,
-        )  # fmt: skip
+        out, sums, own_seed = own.forward(q, k, v)
+        out_back, sums_back, back_seed = back.forward(q[looking], k[seen], v[seen])
         merge = merged_parts
         if runs_triton(q):
             from posttrain.models.attention.prefix_triton import merged_parts as merge
-        out, sums = merge(out, sums, back, back_sums, prefixes.start)
+        out, sums = merge(out, sums, out_back, sums_back, prefixes.start)
         if sinks is not None:
             out, sums = with_sinks(out, sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, sums, bounds, *own_seed[:2], *back_seed[:2])
-        ctx.longest, ctx.prefixes, ctx.scale, ctx.dropout = longest, prefixes, scale, dropout
+        ctx.save_for_backward(q, k, v, sinks, out, sums, *own_seed, *back_seed)
+        ctx.calls, ctx.parts, ctx.seeds = (own, back), (looking, seen), len(own_seed)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, sums, bounds, seed, offset, back_seed, back_offset = ctx.saved_tensors
-        prefixes = ctx.prefixes
-        looking, seen = slice(prefixes.start, prefixes.stop), slice(0, prefixes.num_prefix_tokens)
+        q, k, v, sinks, out, sums, *seeds = ctx.saved_tensors
+        (own, back), (looking, seen) = ctx.calls, ctx.parts
+        own_seed, back_seed = tuple(seeds[: ctx.seeds]), tuple(seeds[ctx.seeds :])
         grad_out = grad_out.contiguous()
-        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-            grad_out, q, k, v, out, sums, bounds, bounds, ctx.longest, ctx.longest, ctx.dropout, True, seed, offset,
-            scale=ctx.scale,
-        )  # fmt: skip
-        back_q, back_k, back_v = torch.ops.aten._flash_attention_backward(
-            grad_out[looking], q[looking], k[seen], v[seen], out[looking], sums[:, looking].contiguous(),
-            prefixes.cu_continuations, prefixes.cu_prefixes, prefixes.longest_continuations, prefixes.longest_prefix,
-            ctx.dropout, False, back_seed, back_offset, scale=ctx.scale,
-        )  # fmt: skip
-        grad_q[looking] += back_q
-        grad_k[seen] += back_k
-        grad_v[seen] += back_v
+        grad_q, grad_k, grad_v = own.backward(grad_out, q, k, v, out, sums, own_seed)
+        sums_back = sums[:, looking].contiguous()
+        of_back = back.backward(grad_out[looking], q[looking], k[seen], v[seen], out[looking], sums_back, back_seed)
+        for gradient, part, further in zip((grad_q, grad_k, grad_v), (looking, seen, seen), of_back, strict=True):
+            gradient[part] += further
         grad_sinks = None if sinks is None else sink_gradient(grad_out, out, sums, sinks)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
 
 
 def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -181,18 +147,16 @@ def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor,
     return out, sums
 
 
-@torch.compiler.disable
-def shared_prefix_loop(
+def _shared_prefix_loop(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bounds: Tensor,
-    longest: int,
     prefixes: SharedPrefixes,
-    scaling: float | None,
+    scale: float,
     dropout: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The same with one call per segment; a continuation's keys are its prefix's and its own."""
     parts, segments = [], segments_with_prefixes(bounds, prefixes)
@@ -205,9 +169,9 @@ def shared_prefix_loop(
             k, v = (torch.cat([x[prefix], x[place]], dim=2) for x in (keys, values))
             mask = torch.ones(stop - start, k.shape[2], dtype=torch.bool, device=key.device)
             mask = mask.tril(k.shape[2] - (stop - start))
-        part = attention(queries[place], k, v, mask, scaling, dropout, softcap, sinks)
+        part = attention(queries[place], k, v, mask, scale, dropout, softcap, sinks)
         parts.append(part.transpose(1, 2))
-    return torch.cat(parts, dim=1).squeeze(0)
+    return torch.cat(parts, dim=1)
 
 
 def segments_with_prefixes(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:

@@ -1,10 +1,10 @@
 """Attention over ragged batches: one row, many segments, no padding and no dense mask.
 
 `install_ragged_attention` registers a function with transformers' AttentionInterface. When a call carries segment bounds
-(`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with torch's own
-varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
+(`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with a flash kernel
+on CUDA (`models/attention/flash`), with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
 `sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever. Soft-caps of scores, which
-neither kernel knows, are computed by the formula (`models/attention/softmax`), as are sinks on a CPU.
+neither SDPA nor torch's flash kernel knows, are computed by the formula (`models/attention/softmax`), as are sinks on a CPU.
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
@@ -25,16 +25,26 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import LONG, LongSegments, RowPart, SharedPrefixes
+from posttrain.models.attention import flash4
 from posttrain.models.attention.dense import Gain, dense_gain, long_segment_attention
+from posttrain.models.attention.flash import (
+    EVERYTHING,
+    HALF,
+    FlashCall,
+    as_narrow,
+    as_wide,
+    flash_can_run,
+    tokens_first,
+)
+from posttrain.models.attention.flash4 import Variant
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
-from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop, sink_flash
+from posttrain.models.attention.prefix import shared_prefix_attention, sink_flash
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
 from posttrain.models.attention.softmax import attention
 
 RAGGED_ATTENTION = "posttrain_ragged"
 UNCAPPED_ATTENTION = "posttrain_ragged_uncapped"
 """In the place of transformers' `sdpa`, which leaves out the soft-cap of scores that a family may have."""
-HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyValueCache(Protocol):
@@ -153,11 +163,8 @@ def ragged_attention(
     if shared_prefixes is not None:
         if sliding_window:
             raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
-        given = (query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout)
-        if flash_can_run(query) and not softcap:
-            given = (query, key, as_wide(value, query), *given[3:], s_aux)
-            return as_narrow(shared_prefix_flash(*given), value).unsqueeze(0), None
-        return shared_prefix_loop(*given, softcap, s_aux).unsqueeze(0), None
+        given = (query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout, softcap, s_aux)
+        return shared_prefix_attention(*given), None
     is_plain = not (dropout or sliding_window or softcap) and image_blocks is None and s_aux is None
     if long_segments is not None and is_plain and dense_pays(query, key, value):
         return long_segment_attention(query, key, value, long_segments, scaling, segment_attention), None
@@ -193,22 +200,19 @@ def segment_attention(
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself, and an image whole.
 
-    By torch's own varlen flash op (differentiable, grouped-query heads, no flash-attn package) where that runs; elsewhere by one
-    causal call per segment, which is exact, and on a CPU faster than one call over a padded batch.
+    By a flash kernel where that runs (torch's own varlen kernel, or FlashAttention 4: see `flash`); elsewhere by one causal call
+    per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
     reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
-    if flash_can_run(query) and not softcap and sinks is not None and image_blocks is None:
-        given = (query, key, as_wide(value, query), sinks, bounds, longest, scaling, dropout, sliding_window)
-        return as_narrow(sink_flash(*given), value).unsqueeze(0)
-    if reaches and flash_can_run(query) and not softcap and sinks is None:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, as_wide(value, query)))
-        left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-        output = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, dropout, True, False,
-            scale=scaling, window_size_left=left, window_size_right=right,
-        )[0]  # fmt: skip
+    q, k, v = tokens_first(query, key, as_wide(value, query))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = {"window": (sliding_window - 1, 0) if sliding_window else EVERYTHING, "softcap": softcap or 0.0}
+    call = FlashCall.of_segments(bounds, longest, scale, dropout=dropout, **how)
+    is_known = image_blocks is None or (reaches and sinks is None and not softcap)
+    if is_known and call.can_run(q, k):
+        output = call.attend(q, k, v) if sinks is None else sink_flash(q, k, v, sinks, call)
         if image_blocks is not None:
-            output = seen_whole(output, (q, k, v), image_blocks, scaling, dropout, sliding_window)
+            output = seen_whole(output, (q, k, v), image_blocks, call)
         return as_narrow(output, value).unsqueeze(0)
     parts = []
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
@@ -232,35 +236,34 @@ def long_gain(heads: int, key_heads: int, width: int, dtype: torch.dtype, device
     return dense_gain(heads, key_heads, width, dtype, device, segment_attention)
 
 
-def how_long_segments_attend(innermost: nn.Module, device: torch.device) -> str | None:
-    """In a sentence, where a model reads so far; measured now, so that no step waits for it."""
+def _shape_of_heads(innermost: nn.Module) -> tuple[int, int, int, torch.dtype] | None:
+    """(heads, key heads, width, dtype) of a decoder's attention; None where layers differ, or no flash kernel has the dtype."""
     config, dtype = innermost.config.get_text_config(), next(innermost.parameters()).dtype
     heads = getattr(config, "num_attention_heads", None)
-    reach = getattr(config, "max_position_embeddings", None)
-    if not isinstance(heads, int) or not isinstance(reach, int) or reach < LONG or dtype not in HALF:
-        return None
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if not isinstance(key_heads, int) or caps_scores(innermost):  # lists, of a family whose layers differ
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or dtype not in HALF:
         return None
-    return str(long_gain(heads, key_heads, width, dtype, device))
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads, dtype
 
 
-def flash_can_run(query: Tensor) -> bool:
-    width = query.shape[-1]
-    return query.is_cuda and query.dtype in HALF and width <= 256 and width % 8 == 0
+def soft_caps_run(innermost: nn.Module, device: torch.device) -> bool:
+    """Whether a flash kernel knows this model's soft-cap."""
+    shape, softcap = _shape_of_heads(innermost), innermost.config.get_text_config().attn_logit_softcapping
+    return shape is not None and flash4.pays(Variant(*shape, softcap=softcap), 0, device)
 
 
-def as_wide(value: Tensor, query: Tensor) -> Tensor:
-    """Values of latent attention are narrower than its queries, and flash wants one width: zeros besides change nothing."""
-    narrower = query.shape[-1] - value.shape[-1]
-    return nn.functional.pad(value, (0, narrower)) if narrower > 0 else value
-
-
-def as_narrow(output: Tensor, value: Tensor) -> Tensor:
-    """Without what `as_wide` has added."""
-    width = value.shape[-1]
-    return output if output.shape[-1] == width else output[..., :width].contiguous()  # some families view it
+def how_rows_attend(innermost: nn.Module, device: torch.device) -> list[str]:
+    """In sentences; measured now, so that no step waits for it, and compiled layers know."""
+    config, shape = innermost.config.get_text_config(), _shape_of_heads(innermost)
+    if shape is None:
+        return []
+    usual, notes = Variant(*shape, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0), []
+    if flash4.is_installed:
+        windows = [usual._replace(windowed=True)] if getattr(config, "sliding_window", None) else []
+        notes += dict.fromkeys(str(flash4.decide(variant, device)) for variant in (usual, *windows))
+    if (getattr(config, "max_position_embeddings", None) or 0) >= LONG and not usual.softcap:
+        notes.append(str(long_gain(*shape, device)))
+    return notes
 
 
 def _segment_mask(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from posttrain.models.attention.flash4 import FLASH4
 from posttrain.models.layers.lora_products import LORA_PRODUCT
 
 SELECTIVE = "selective"
@@ -22,7 +23,8 @@ _NAMES = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
 )  # fmt: skip
-KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)} | {LORA_PRODUCT}
+_OURS = {LORA_PRODUCT, FLASH4}
+KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)} | _OURS
 """Operations whose results are kept."""
 
 

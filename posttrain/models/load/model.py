@@ -29,7 +29,7 @@ from transformers.models.auto import (
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.mixers import are_carried, carry_segments, has_mixers
-from posttrain.models.attention.ragged import how_long_segments_attend, install_ragged_attention
+from posttrain.models.attention.ragged import how_rows_attend, install_ragged_attention
 from posttrain.models.layers import fp8
 from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
 from posttrain.models.layers.kernels import (
@@ -200,7 +200,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     if options.sharded:
         kernels = _choose_kernels(model, innermost, options, notes)
     if layout != PADDED and options.device is not None and options.device.type == "cuda":
-        notes += filter(None, [how_long_segments_attend(innermost, options.device)])
+        notes += how_rows_attend(innermost, options.device)
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels, options.image_probe)
 
 

@@ -21,7 +21,7 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED, RowPart, SharedPrefixes
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
 from posttrain.models.attention.mixers import why_wrong_with_carried
-from posttrain.models.attention.ragged import can_be_replaced, caps_scores, is_ragged, ragged_name
+from posttrain.models.attention.ragged import can_be_replaced, caps_scores, is_ragged, ragged_name, soft_caps_run
 from posttrain.models.inference import body_of, evaluating
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
 from posttrain.models.scoring.token_scores import ask, router_loss, score_tokens
@@ -94,8 +94,11 @@ def why_not_ragged(
     family = family_of(innermost)
     if family is not None and family.is_found and image_probe is not None:
         return f"models of type {family.model_type!r} are in no table of families, but follow transformers' conventions"
-    if caps_scores(innermost) and on_gpu:
-        return f"the scores of {type(innermost).__name__} have a soft-cap, for which there is no ragged kernel on a GPU yet"
+    if caps_scores(innermost) and on_gpu and not soft_caps_run(innermost, torch.device("cuda")):
+        return (
+            f"the scores of {type(innermost).__name__} have a soft-cap, which only FlashAttention 4 knows on a GPU, in ragged "
+            "rows (`pip install 'posttrain[flash4]'`)"
+        )
     if family is not None and family.images_see_themselves_whole and on_gpu:
         return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"
     reason = _why_not_apart_in_all_layers(model, innermost, task)

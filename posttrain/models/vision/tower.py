@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from posttrain.core.vision import VisionFamily
-from posttrain.models.attention.ragged import flash_can_run
+from posttrain.models.attention.flash import FlashCall, tokens_first
 from posttrain.models.vision.features import family_of
 
 TOWER_ATTENTION = "posttrain_flash_vision"
@@ -69,13 +69,11 @@ def tower_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, patches, dim) -> (1, patches, heads, dim): every patch of a segment sees all of its segment."""
-    if flash_can_run(query):
-        bounds = cu_seq_lens_q.to(torch.int32)
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        output = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, max_length_q, max_length_q, dropout, False, False, scale=scaling
-        )[0]
-        return output.unsqueeze(0), None
+    q, k, v = tokens_first(query, key, value)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    call = FlashCall.of_segments(cu_seq_lens_q.to(torch.int32), max_length_q, scale, causal=False, dropout=dropout)
+    if call.can_run(q, k):
+        return call.attend(q, k, v).unsqueeze(0), None
     lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
     parts = [scaled_dot_product_attention(*segment, dropout_p=dropout, scale=scaling) for segment in segments]

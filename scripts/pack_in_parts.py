@@ -1,14 +1,17 @@
-"""vLLM for a machine with CUDA and without network, to which little can be sent at a time: stripped, packed and cut in parts.
+"""vLLM, or FlashAttention 4, for a machine with CUDA and without network, to which little can be sent at a time: stripped, packed
+and cut in parts.
 
-    python scripts/pack_vllm.py .carry_vllm      here: .carry_vllm0, .carry_vllm1, ... each with a part of less than 50 MiB
+    python scripts/pack_in_parts.py vllm .carry_vllm      here: .carry_vllm0, .carry_vllm1, ... each with a part of less than 50 MiB
+    python scripts/pack_in_parts.py flash4 .carry_flash
 
 There, one call after the other while the machine is kept, `cp .carry_vllm0/part /tmp/part0` and so on, and at the end
 
     mkdir /tmp/vllm; cat /tmp/part? | xz -dc | tar x -C /tmp/vllm; PYTHONPATH=/tmp/vllm:.carry python3 -c "from vllm import LLM"
 
-(`.carry` is that of `scripts/gpu_receipt.py --pack`; take transformers 5.19 out of its wheels for models with images). What is
-left out was not missed on an H200: flash attention 2 (3 is there), kernels of other cards, OpenCV, gRPC, and numba, whose
-decorators do nothing here, since only drafts by n-grams are compiled with it.
+(`.carry` is that of `scripts/gpu_receipt.py --pack`; take transformers 5.19 out of its wheels for models with images;
+FlashAttention 4 wants /tmp/flash4/nvidia_cutlass_dsl/dsl_packages on the path, too). What is left out of vLLM was not missed on an
+H200: flash attention 2 (3 is there), kernels of other cards, OpenCV, gRPC, and numba, whose decorators do nothing here, since only
+drafts by n-grams are compiled with it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.gpu_receipt import download
 
-VLLM = "vllm==0.24.0"
-PACKAGES = (
+VLLM = (
+    "vllm==0.24.0",
     "aiohappyeyeballs==2.7.1", "aiohttp==3.14.5", "aiosignal==1.4.0", "annotated-doc==0.0.6", "anthropic==2.8.0",
     "apache-tvm-ffi==0.1.15.post2", "astor==0.8.1", "attrs==26.1.0", "blake3==1.0.11", "cachetools==8.0.0", "cbor2==6.2.1",
     "compressed-tensors==0.17.0", "depyf==0.20.0", "diskcache==5.6.3", "distro==1.9.0", "dnspython==2.9.2",
@@ -48,7 +51,14 @@ PACKAGES = (
     "truststore==0.10.5", "typer==0.29.1", "uvloop==0.23.0", "watchfiles==1.3.0", "websockets==17.4", "xgrammar==0.2.8",
     "yarl==1.25.1", "zipp==4.1.2",
 )  # fmt: skip
-"""What vLLM imports and scripts/gpu_receipt.py does not pack, in versions with which TRL 1.16 and we have written completions."""
+"""With what it imports and scripts/gpu_receipt.py does not pack, in versions with which TRL 1.16 and we wrote completions."""
+FLASH4 = (
+    "flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "nvidia-cutlass-dsl-libs-base==4.8.1",
+    "nvidia-cutlass-dsl-libs-core==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1", "apache-tvm-ffi==0.1.15.post2",
+    "torch-c-dlpack-ext==0.1.5", "quack-kernels==0.6.5", "cuda-bindings==13.5.0", "cuda-pathfinder==1.9.0", "einops==0.8.2",
+    "protobuf==7.36.2",
+)  # fmt: skip
+PACKAGES = {"vllm": VLLM, "flash4": FLASH4}
 LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/fmha_sm100", "vllm/vllm-rs", "vllm/_qutlass_C.abi3.so",
     "vllm/third_party/deep_gemm/_C.cpython-310*", "vllm/third_party/deep_gemm/_C.cpython-311*",
@@ -65,21 +75,22 @@ def set_num_threads(n): pass
 """
 
 
-def pack(prefix: str, python: str, platform: str) -> list[Path]:
+def pack(what: str, prefix: str, python: str, platform: str) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         wheels, tree = Path(scratch) / "wheels", Path(scratch) / "tree"
-        download([VLLM, *PACKAGES], wheels, python, platform)
+        download(PACKAGES[what], wheels, python, platform)
         for wheel in wheels.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(tree)
         for pattern in LEFT_OUT:
             for path in tree.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (tree / "numba").mkdir()
-        (tree / "numba" / "__init__.py").write_text(NUMBA, encoding="utf-8")
+        if what == "vllm":
+            (tree / "numba").mkdir()
+            (tree / "numba" / "__init__.py").write_text(NUMBA, encoding="utf-8")
         libraries = [str(path) for path in tree.rglob("*.so*")]
         subprocess.run(["strip", "-s", *libraries], check=False, stderr=subprocess.DEVNULL)  # some cannot be stripped
-        packed = Path(scratch) / "vllm.tar.xz"
+        packed = Path(scratch) / "packed.tar.xz"
         command = f"tar c -C {tree} . | xz -T0 --lzma2=preset=9,dict=128MiB > {packed}"
         subprocess.run(["bash", "-o", "pipefail", "-c", command], check=True)
         content = packed.read_bytes()
@@ -93,11 +104,12 @@ def pack(prefix: str, python: str, platform: str) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*PACKAGES])
     parser.add_argument("prefix", help="of the folders, such as .carry_vllm")
     parser.add_argument("--python-version", default="3.12", help="of the other machine")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="of the other machine")
     given = parser.parse_args()
-    for part in pack(given.prefix, given.python_version, given.platform):
+    for part in pack(given.what, given.prefix, given.python_version, given.platform):
         print(f"{part}: {part.stat().st_size / 2**20:.0f} MiB")
 
 

@@ -1,0 +1,156 @@
+"""FlashAttention 4 on a real card: its answers and gradients are those of float32, in calls and in models, and it is measured."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
+from posttrain.models.attention import flash4, ragged
+from posttrain.models.attention.flash4 import NEVER, Variant
+from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.layers.kernels import COMPILED, PLAIN
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import score_tokens
+from tests import tiny
+from tests.rollout import families
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not flash4.is_installed, reason="needs flash-attn-4"),
+]
+
+CUDA = torch.device("cuda")
+LENGTHS = (700, 1024, 3, 2500, 300)
+SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """It is used for rows of any length where it is right; a variant that is wrong fails the test."""
+    decide = flash4.decide
+
+    def decided(variant, device):
+        decision = decide(variant, device)
+        assert decision.problem is None, decision
+        flash4._least[variant] = 0
+        return decision
+
+    monkeypatch.setattr(flash4, "_least", {})
+    monkeypatch.setattr(flash4, "decide", decided)
+    monkeypatch.setattr(ragged, "dense_pays", lambda *heads: False)
+
+
+def edges(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width"), [(12, 2, 128), (14, 2, 64), (8, 4, 256), (16, 16, 80), (16, 16, 192)]
+)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 30.0), (100, 30.0)])
+def test_rows_are_attended_to_as_in_float32(heads, key_heads, width, window, softcap, everywhere):
+    torch.manual_seed(0)
+    made = [
+        torch.randn(1, sum(LENGTHS), n, width, device="cuda").transpose(1, 2) for n in (heads, key_heads, key_heads)
+    ]
+    made = [x.bfloat16() for x in made]
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [x.detach().to(dtype).requires_grad_() for x in made]
+        output = segment_attention(*given, edges(LENGTHS), max(LENGTHS), None, 0.0, window, None, softcap)
+        flows = torch.arange(output.numel(), device="cuda").remainder(7).sub(3).to(dtype).view_as(output)
+        results[dtype] = [output, *torch.autograd.grad(output, given, flows)]
+    for one, other in zip(results[torch.float32], results[torch.bfloat16], strict=True):
+        assert (one - other.float()).norm() < 0.02 * one.norm()
+    key = Variant(heads, key_heads, width, torch.bfloat16, True, window is not None, softcap or 0.0)
+    assert flash4._least == {key: 0}
+
+
+def batch(layout=RAGGED):
+    made = torch.Generator().manual_seed(1)
+    ids = [torch.randint(5, 60, (length,), generator=made).tolist() for length in LENGTHS]
+    if layout != SHARED:
+        units = [(Sample(row, [False] + [True] * (len(row) - 1)),) for row in ids]
+        return collate(units, ("text",), layout).to("cuda")
+    pairs = [(ids[0] + ids[2], ids[0] + ids[4]), (ids[1] + ids[4], ids[1] + ids[2])]
+    starts = [len(ids[0]), len(ids[1])]
+    units = [
+        tuple(Sample(row, [False] * start + [True] * (len(row) - start)) for row in pair)
+        for pair, start in zip(pairs, starts)
+    ]
+    return collate(units, ("chosen", "rejected"), SHARED).to("cuda")
+
+
+def answers(model, given):
+    model.zero_grad()
+    logps = score_tokens(model, given).logps
+    logps.float().square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logps.detach().float(), gradient.float()
+
+
+def sine(one, other):
+    return (1 - torch.nn.functional.cosine_similarity(one, other, dim=0).item() ** 2) ** 0.5
+
+
+def loaded(dtype, kernels=PLAIN):
+    model = tiny.causal_lm(dtype=dtype, **SHAPE).train().cuda()
+    return load_model(model, LoadOptions(layer_kernels=(kernels,), device=CUDA, share_prefixes=True)).model
+
+
+@pytest.mark.parametrize("layout", [RAGGED, SHARED])
+@pytest.mark.parametrize("kernels", [PLAIN, COMPILED])
+def test_a_model_is_as_near_to_float32_as_with_torchs_kernel(kernels, layout, everywhere, monkeypatch):
+    exact, apart = answers(loaded(torch.float32), batch(layout)), {}
+    for name in ("flash4", "torch"):
+        torch.compiler.reset()
+        monkeypatch.setattr(flash4, "is_installed", name == "flash4")
+        logps, gradient = answers(loaded(torch.bfloat16, kernels), batch(layout))
+        apart[name] = ((logps - exact[0]).abs().mean().item(), sine(gradient, exact[1]))
+    print(f"{kernels}, {layout}: {apart}")
+    assert {variant.causal for variant in flash4._least} >= ({True, False} if layout == SHARED else {True})
+    assert apart["flash4"] != apart["torch"]
+    assert apart["flash4"][0] < 1.2 * apart["torch"][0] + 1e-4
+    assert apart["flash4"][1] < 1.2 * apart["torch"][1] + 1e-3
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_recomputation_changes_no_gradient(selective, everywhere):
+    model = loaded(torch.bfloat16)
+    wanted = answers(model, batch())
+    allow_selective_checkpointing(model)
+    kwargs = {"use_reentrant": False} | ({"selective": True} if selective else {})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    found = answers(model, batch())
+    assert torch.equal(found[0], wanted[0])
+    assert sine(found[1], wanted[1]) < 1e-2  # the backward of attention adds in any order
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_are_ragged(family, everywhere):
+    found = {}
+    for dtype, layout in ((torch.float32, PADDED), (torch.bfloat16, RAGGED)):
+        model = families.model_of(family, head_dim=64, max_position_embeddings=4096).to("cuda", dtype).train()
+        if layout == PADDED:
+            model.set_attn_implementation("eager")  # transformers' SDPA leaves out the soft-cap
+        made = load_model(model, LoadOptions(device=CUDA, layout=PADDED if layout == PADDED else None))
+        assert made.layout == layout, made.notes
+        found[dtype] = answers(made.model, batch(layout))
+    assert (found[torch.float32][0] - found[torch.bfloat16][0]).abs().mean() < 0.05
+    assert sine(found[torch.float32][1], found[torch.bfloat16][1]) < 0.2
+
+
+@pytest.mark.whole_gpu
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(12, 2, 128), (14, 2, 64), (32, 8, 128), (28, 4, 128)])
+def test_the_gain_is_measured(heads, key_heads, width):
+    decision = flash4.decide(Variant(heads, key_heads, width, torch.bfloat16), CUDA)
+    print(f"{heads}/{key_heads} x {width}: {decision}")
+    print(f"{heads}/{key_heads} x {width}: {ragged.long_gain(heads, key_heads, width, torch.bfloat16, CUDA)}")
+    assert decision.problem is None
+    assert decision.least < NEVER

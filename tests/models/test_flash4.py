@@ -1,0 +1,265 @@
+"""FlashAttention 4: what is made of its calls, on a stand-in for it, is the formula; and when it is called."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.core.batch import RAGGED, SharedPrefixes
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
+from posttrain.models.attention import flash, flash4, ragged
+from posttrain.models.attention.flash import FlashCall
+from posttrain.models.attention.flash4 import NEVER, Decision, Variant
+from posttrain.models.attention.image_blocks import ImageBlocks
+from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import score_tokens
+from tests import tiny
+from tests.models import flash_kernels
+from tests.rollout import families
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 8
+CPU = torch.device("cpu")
+USUAL = Variant(HEADS, KEY_HEADS, WIDTH, torch.float64)
+
+
+def put(patch: pytest.MonkeyPatch, least: int = 0) -> list[str]:
+    """From here on it is installed, and used from `least` tokens on; what is called of it is appended to the list."""
+    calls: list[str] = []
+    patch.setitem(sys.modules, flash4.MODULE, flash_kernels.module(calls))
+    patch.setattr(flash4, "is_installed", True)
+    patch.setattr(flash4, "_least", {})
+    patch.setattr(flash4, "_gains", lambda variant, device: {max(least, 1): 2.0})
+    patch.setattr(flash, "flash_can_run", lambda query: True)
+    flash4._decision.cache_clear()
+    return calls
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    yield lambda least=0: put(monkeypatch, least)
+    monkeypatch.undo()
+    flash4._decision.cache_clear()
+
+
+def leaves(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)] + [(HEADS,)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def edges(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def assert_equal(found, wanted, given) -> None:
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=wanted.dtype).view(wanted.shape)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad((one * weights).sum(), given, allow_unused=True) for one in (found, wanted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    window=st.sampled_from([None, 1, 3, 20]),
+    softcap=st.sampled_from([None, 0.7]),
+    has_sinks=st.booleans(),
+)
+def test_segments(lengths, window, softcap, has_sinks) -> None:
+    *heads, sinks = given = leaves(sum(lengths))
+    how = (edges(*lengths), max(lengths), 0.3, 0.0, window, None, softcap, sinks if has_sinks else None)
+    wanted = segment_attention(*heads, *how)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = put(patch)
+        found = segment_attention(*heads, *how)
+        calls.clear()
+        assert_equal(found, wanted, given)
+    flash4._decision.cache_clear()
+    assert calls == ["backward"]
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_shared_prefixes(has_sinks, softcap, installed) -> None:
+    """Prefixes of 2 and 3 tokens, one segment alone, continuations of 2, 1 and 4 tokens."""
+    prefixes = SharedPrefixes(edges(2, 3), edges(3, 4), 5, 7, 14, 3, 4)
+    *heads, sinks = given = leaves(14)
+    how = {"cu_seq_lens_q": edges(2, 3, 2, 2, 1, 4), "max_length_q": 4, "shared_prefixes": prefixes, "scaling": 0.3}
+    how |= {"softcap": softcap, "s_aux": sinks if has_sinks else None}
+    wanted = ragged.ragged_attention(None, *heads, None, **how)[0]
+    calls = installed()
+    found = ragged.ragged_attention(None, *heads, None, **how)[0]
+    calls.clear()
+    assert_equal(found, wanted, given)
+    assert calls == ["backward", "backward"]
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 4])
+def test_images_that_see_themselves_whole(window, softcap, installed) -> None:
+    blocks = torch.tensor([-1, 0, 0, 0, -1, 1, 1, -1, -1])
+    bounds = edges(8, 1)
+    *heads, _ = leaves(9)
+    how = (bounds, 8, None, 0.0, window, ImageBlocks.of(blocks, bounds), softcap)
+    wanted = segment_attention(*heads, *how)
+    calls = installed()
+    found = segment_attention(*heads, *how)
+    calls.clear()
+    assert_equal(found, wanted, heads)
+    assert calls == ([] if softcap else ["backward", "backward"])  # by the formula
+
+
+def test_of_a_tower_every_patch_sees_all_of_its_segment(installed) -> None:
+    from posttrain.models.vision import tower
+
+    heads = [leaves(9)[0] for _ in range(3)]
+    how = {"cu_seq_lens_q": edges(4, 5), "max_length_q": 5}
+    wanted = tower.tower_attention(None, *heads, None, **how)[0]
+    installed()
+    assert_equal(tower.tower_attention(None, *heads, None, **how)[0], wanted, heads)
+
+
+# ---- in a model --------------------------------------------------------------------------------------------------------
+
+
+def batch():
+    made = torch.Generator().manual_seed(1)
+    rows = [torch.randint(5, 60, (length,), generator=made).tolist() for length in (3, 9, 17)]
+    return collate([(Sample(ids, [False] + [True] * (len(ids) - 1)),) for ids in rows], ("text",), RAGGED)
+
+
+def answers(model):
+    model.zero_grad()
+    logps = score_tokens(model, batch()).logps
+    logps.square().sum().backward()
+    return logps.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("recomputed", "forwards"), [(None, 1), ({}, 2), ({"selective": True}, 1)])
+def test_selective_checkpointing_keeps_what_it_returned(recomputed, forwards, installed) -> None:
+    model = load_model(tiny.causal_lm(), LoadOptions()).model.double().train()
+    wanted = answers(model)
+    calls = installed()
+    allow_selective_checkpointing(model)
+    if recomputed is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False} | recomputed)
+    answers(model)
+    calls.clear()
+    torch.testing.assert_close(answers(model), wanted, rtol=0, atol=1e-9)
+    layers = model.config.num_hidden_layers
+    assert (calls.count("forward"), calls.count("backward")) == (forwards * layers, layers)
+
+
+def test_compiled_code_contains_it_and_knows_what_was_decided(installed) -> None:
+    *heads, _ = leaves(12)
+    calls = installed(least=6)
+    compiled = torch.compile(segment_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    with pytest.raises(Exception, match=r"(?s)."):  # nothing is decided: the operator of torch, which is for CUDA
+        compiled(*heads, edges(5, 7), 7, 0.3)
+    torch._dynamo.reset()
+    flash4.decide(USUAL, CPU)
+    calls.clear()
+    found = compiled(*heads, edges(5, 7), 7, 0.3)
+    found.sum().backward()
+    assert calls == ["forward", "backward"]
+    torch.testing.assert_close(found, segment_attention(*heads, edges(5, 7), 7, 0.3))
+
+
+# ---- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_used_from_the_length_on_at_which_it_is_faster(installed) -> None:
+    calls = installed(least=100)
+    assert not flash4.pays(USUAL, 99, CPU)
+    assert flash4.pays(USUAL, 100, CPU)
+    assert flash4.pays(USUAL._replace(causal=False), 100, CPU)
+    assert flash4.pays(USUAL._replace(softcap=2.0), 0, CPU)  # torch's kernel cannot
+    assert calls.count("forward") == 3  # each variant is compared with the formula once
+    assert not FlashCall.of_segments(edges(5), 100, 0.3, dropout=0.1).is_flash4(*leaves(5)[:2])
+
+
+def test_what_must_be_deterministic_and_what_is_not_installed_stay_with_torch(installed, monkeypatch) -> None:
+    installed()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not flash4.pays(USUAL, 4096, CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert flash4.pays(USUAL, 4096, CPU)
+    monkeypatch.setattr(flash4, "is_installed", False)
+    assert not flash4.pays(USUAL, 4096, CPU)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_kernel_that_answers_otherwise_is_not_used(windowed, softcap, installed, monkeypatch) -> None:
+    installed()
+    variant = USUAL._replace(softcap=softcap, windowed=windowed)
+    assert flash4.decide(variant, CPU).problem is None
+    flash4._decision.cache_clear()
+    scores_of = flash_kernels.scores_of
+    monkeypatch.setattr(
+        flash_kernels, "scores_of", lambda q, k, causal, *how: scores_of(q, k, causal, 1.2 * how[0], *how[1:])
+    )
+    decision = flash4.decide(variant, CPU)
+    assert decision.least == NEVER
+    assert "not used: it answers otherwise than the formula, by 0." in str(decision)
+    assert not flash4.pays(variant, 1 << 20, CPU)
+
+
+def test_a_kernel_that_fails_is_a_reason(installed, monkeypatch, caplog) -> None:
+    installed()
+    broken = flash_kernels.module([])
+    broken._flash_attn_bwd = lambda *given, **how: (_ for _ in ()).throw(
+        AssertionError("Unsupported compute capability")
+    )
+    monkeypatch.setitem(sys.modules, flash4.MODULE, broken)
+    decision = flash4.decide(USUAL, CPU)
+    assert str(decision) == (
+        "FlashAttention 4 is installed and not used: it could not be run (AssertionError: Unsupported compute capability)."
+    )
+    assert not flash4.pays(USUAL, 4096, CPU)
+
+
+def test_a_decision_says_what_was_measured() -> None:
+    some = Decision({256: 0.9, 1024: 1.3, 4096: 1.8})
+    assert some.least == 1024
+    assert str(some) == (
+        "Rows attend by FlashAttention 4 from 1,024 tokens a segment on: it is 0.90 times at 256, 1.30 times at 1,024, 1.80 times "
+        "at 4,096 as fast as torch's kernel."
+    )
+    assert Decision({256: 1.2, 1024: 1.1, 4096: 1.8}).least == 4096
+    assert Decision({256: 1.0, 1024: 1.0, 4096: 1.0}).least == NEVER
+    assert Decision({}, is_capped=True).least == 0
+
+
+def test_gains_are_of_forward_and_backward(installed, monkeypatch) -> None:
+    gains = flash4._gains
+    installed()
+
+    def by_torch(q, k, v, *given, **how):
+        return (flash4.FLASH4(q, k, v, *given[:4], 0.3, True, -1, -1, 0.0)[0],)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", by_torch)
+    monkeypatch.setattr(flash4, "LENGTHS", (4, 8))
+    monkeypatch.setattr(flash4, "TOKENS", 16)
+    found = gains(USUAL, CPU)
+    assert list(found) == [4, 8]
+    assert all(0.1 < gain < 10 for gain in found.values())
+
+
+def test_soft_capped_models_are_ragged_on_a_gpu_with_it(installed) -> None:
+    model = families.loaded("gemma2").bfloat16()
+    assert not ragged.soft_caps_run(model, CPU)
+    installed()
+    assert ragged.soft_caps_run(model, CPU)
+    assert ragged.how_rows_attend(model, CPU) == ["Rows with soft-capped scores attend by FlashAttention 4."]
