@@ -80,7 +80,7 @@ def give_up(code: int = GAVE_UP) -> None:
 
 @contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Ends the process when the block takes longer; whoever started it goes on with the next item in another one."""
+    """Ends the process when the block takes longer; the parent runs the next item in another one."""
     watch = threading.Timer(seconds or 0.0, give_up, [OUT_OF_TIME])
     watch.daemon = True
     if seconds is not None:

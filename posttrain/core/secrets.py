@@ -163,7 +163,7 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, content: str | bytes | memoryview, private: bool = True, durable: bool = False) -> None:
-    """Write a small file whole or not at all, also where others write the same, `private`ly or for whoever may read its folder.
+    """Write a small file whole or not at all, also where others write the same, `private`ly or for all who may read its folder.
 
     `durable`: it is on the disk, and not only with the system, before this returns.
     """

@@ -89,7 +89,7 @@ def balanced_steps(batches: EpochBatches) -> np.ndarray:
         part = rows[start : start + step]
         part = part[np.argsort(-batches.lengths[part], kind="stable")]
         hands = part.reshape(batches.batch_size, -1)
-        hands[1::2] = hands[1::2, ::-1]  # back and forth: whoever got the longest row gets the shortest next
+        hands[1::2] = hands[1::2, ::-1]  # back and forth: the process with the longest row gets the shortest next
         dealt.append(hands.T.reshape(-1))
     return np.concatenate([*dealt, rows[whole:]])
 

@@ -199,7 +199,7 @@ class A2POTrainer(OnlineTrainer):
 
     def _remembered(self) -> dict[str, Tensor] | None:
         """What stage 1 of this run has found, where the run was stopped before its first checkpoint. Else what an earlier run has
-        left is deleted: whoever resumes this one would take it for its own."""
+        left is deleted: a resume of this one would take it for its own."""
         path, found = Path(self.args.output_dir) / VALUES_FILE, None
         if self.args.should_save and self.is_in_train and path.exists():
             if self.lifecycle.continues:

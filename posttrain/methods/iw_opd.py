@@ -73,7 +73,7 @@ class IWOPDConfig(TeacherServerConfig, RowLengthConfig, NoRewardsConfig, Distill
         False, "The teacher is on a server (`teacher_model_server_url`), which is asked once for each completion."
     )
     vllm_server_port: int = option(8001, "Port of the server that writes completions; the teacher's is often 8000.")
-    vllm_sync_frequency: int = refused(1, "Whoever writes has the weights of the step.")
+    vllm_sync_frequency: int = refused(1, "Completions are written with the weights of the step.")
     log_completions_steps: int = refused(100, "Completions are shown with each log: see `logging_steps`.")
 
     def __post_init__(self) -> None:

@@ -251,7 +251,7 @@ class RewardRound:
     def finish(self, may_stop: bool = True) -> RewardResults:
         """Wait for every call; the results have the samples in the order in which they were added.
 
-        Where too many calls failed, that is an error; with `may_stop` False whoever joins several rounds looks at them together.
+        Where too many calls failed, that is an error; with `may_stop` False the caller looks at several rounds together.
         """
         if self._set.options.reward_batching == ALL_AT_ONCE and self._samples:
             self._start(list(range(len(self._samples))), self._samples)

@@ -105,7 +105,7 @@ class TaughtTrainer(OnlineTrainer):
         self.teacher.check(self.renderer.tokenizer)
 
     def make_teacher(self, policy: Any) -> Teacher:
-        """Whoever this method learns from; `policy` is what the student was loaded from."""
+        """The model that this method learns from; `policy` is what the student was loaded from."""
         made = self.reference_setup().teacher(
             self.teacher_source, self.args.teacher_arguments(), self.teacher_tokenizer
         )

@@ -503,7 +503,7 @@ class OnlineTrainer(BaseTrainer):
         return self.ahead
 
     def rollouts_ahead(self, *given: Any) -> AsyncRollouts:
-        """Whoever writes while this trains."""
+        """What writes completions while this trains."""
         return AsyncRollouts(self, *given)
 
     def _end_writing(self) -> None:

@@ -289,5 +289,5 @@ def test_a_picture_for_which_there_was_no_room_is_in_the_journal(tmp_path, monke
 
 
 def test_actors_of_ray_have_no_folder_for_images_of_tools(tmp_path):
-    with pytest.raises(ValueError, match="which whoever plays keeps in `OUTPUT/media`"):
+    with pytest.raises(ValueError, match="which a worker keeps in `OUTPUT/media`"):
         tool_trainer("llava", tmp_path, rollout_workers="ray", **AHEAD, async_lead=1)

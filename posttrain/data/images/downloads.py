@@ -1,6 +1,6 @@
 """Images from http and https URLs, under limits, kept in a folder: a URL is asked for once.
 
-A URL in a dataset is chosen by whoever wrote the dataset, and the machine that trains can reach what they cannot: services on its
+A URL in a dataset is chosen by the dataset's author, and the machine that trains can reach what the author cannot: services on its
 own ports, the metadata of a cloud. So every address is checked after it is resolved, and that very address is connected to, also at
 every redirect. No credentials, no cookies, no proxies of the environment.
 """

@@ -124,7 +124,7 @@ class RowExaminer:
     def __init__(self, detection: Detection, renderer: Renderer, options: PrepareOptions) -> None:
         self.detection, self.renderer, self.options = detection, renderer, options
         self.tally = Tally()
-        self.images: list[TableEntry] = []  # of the rows that became units; whoever stores them empties it
+        self.images: list[TableEntry] = []  # of the rows that became units; emptied when they are stored
         self.vocab_size = len(renderer.tokenizer) if renderer is not None else None
 
     def examine(self, rows: Iterable[Any], first_row: int = 0) -> list[Unit | list[Finding]]:

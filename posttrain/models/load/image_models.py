@@ -55,7 +55,7 @@ class WithHead:
     text, and a linear head `score` beside its language head, which is kept for saving and is not trained.
 
     Classes are made under the name of the family's own, so that a saved model is one of that family to everybody else;
-    `score.weight` lies in its file, and whoever loads it for another task leaves it there.
+    `score.weight` lies in its file, and loading it for another task leaves it there.
     """
 
     @classmethod

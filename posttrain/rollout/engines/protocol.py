@@ -89,7 +89,7 @@ class Prompt:
     key: int = 0  # who this prompt is, for the noise
     sample: int = 0
     first_token: int = 0  # number of the first token to be drawn: a later turn of an episode continues the count
-    base: int | None = None  # where its noise begins, for whoever knows it; None: by seed, key and sample
+    base: int | None = None  # where its noise begins, if that is known; None: by seed, key and sample
     max_tokens: int | None = None  # of this prompt alone; None: that of the params
     images: tuple[ImageSpan, ...] = ()  # where their tokens stand, and which they are
     positions: np.ndarray | None = None  # (3, tokens) of models with positions of time, row and column

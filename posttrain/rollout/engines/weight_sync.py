@@ -120,7 +120,7 @@ def send_weights(
 ) -> None:
     """To an engine of each process's own, or, where all processes ask the same servers (`follow`), once from process 0.
 
-    `joint`: the weights are sharded, so that all processes walk through them together, whoever sends them.
+    `joint`: the weights are sharded, so that all processes gather them together, whichever of them sends.
     """
     if world_size == 1 or not hasattr(engine, "follow"):
         if joint is None:

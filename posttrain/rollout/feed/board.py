@@ -54,7 +54,7 @@ class Board:
             for old in [old for old in self.buffers if old < oldest and not self._readers[old]]:
                 self._spare.append(self.buffers.pop(old))
             buffer = self._spare.pop() if self._spare else self.allocate()
-        _wait_for(self._marks.pop(id(buffer), None))  # for whoever read it last
+        _wait_for(self._marks.pop(id(buffer), None))  # until its last reader is done
         for kept, weight in zip(buffer, self.source):
             kept.copy_(weight if self.sharded_dtype is None else whole(weight))
         self._mark(buffer)
@@ -93,7 +93,7 @@ class Board:
             return seconds
 
     def _mark(self, buffer: Buffer) -> None:
-        """Whoever uses the buffer next, perhaps on another stream of the GPU, waits for what was queued until here."""
+        """The next user of the buffer, perhaps on another stream of the GPU, waits for what was queued until here."""
         if buffer and (buffer[0].is_cuda or self.source[0].is_cuda):
             self._marks[id(buffer)] = torch.cuda.Event()
             self._marks[id(buffer)].record()
@@ -132,7 +132,7 @@ class Shadow(ReadInPlace):
 
     @torch.no_grad()
     def load(self, label: int) -> int:
-        """By whoever runs the engine, between two looks. Which it is: this one, or a newer."""
+        """Called by the thread that runs the engine, between two looks. Returns which it is: this one, or a newer."""
         with self.board.reading(label) as (self.label, buffer):
             for own, kept in zip(self._own, buffer):
                 own.copy_(kept)

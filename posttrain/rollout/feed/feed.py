@@ -44,8 +44,8 @@ class Feed:
         patience: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that. Whoever waits
-        for a window gives up after `patience` seconds without a group."""
+        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that. A wait
+        for a window is given up after `patience` seconds without a group."""
         self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
         self.prompt_of, self.row_of = prompt_of, row_of
         self.lease_seconds, self.patience = lease_seconds, patience
@@ -351,7 +351,7 @@ class Feed:
             self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Nothing begins any more; with an `error`, whoever waits for a window gets it."""
+        """Nothing begins any more; with an `error`, a trainer that waits for a window gets it."""
         with self._changed:
             self.stopped, self._error = True, self._error or error
             self._changed.notify_all()

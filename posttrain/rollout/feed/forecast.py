@@ -93,7 +93,7 @@ class _Run:
         self.now = then
 
     def _begin(self) -> None:
-        """Whoever may begin does: in order, with the weights of each one's own label."""
+        """Begin all groups that may begin: in order, with the weights of each one's own label."""
         feed = self.feed
         labels = [feed.published]
         if self.pace.order == IN_ORDER:

@@ -61,7 +61,7 @@ def may_begin(pace: Pace, begun: int, dropped: int, trained: int, lead: float) -
 
 def fair_share(unfinished: int, held: int, workers: int) -> int:
     """How many more of the `unfinished` groups, issued or waiting, a worker that holds `held` of them may take: equal parts, so
-    that whoever asks first does not leave the others without work."""
+    that the first to ask does not leave the others without work."""
     return max(math.ceil(unfinished / workers) - held, 0)
 
 

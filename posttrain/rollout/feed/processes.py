@@ -41,7 +41,7 @@ class WorkerProcesses(RemoteWorkers):
                 start_new_session=True,
             )
         child.handle = _Handle(popen, ours)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: whoever reads its socket sees that
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: the reader of its socket sees that
             write_all(ours.fileno(), frame(pickle.dumps(sys.path)) + frame(given))
 
     def _receive(self, child: Child) -> bytes | None:
@@ -58,7 +58,7 @@ class WorkerProcesses(RemoteWorkers):
         child.handle.socket.close()
 
     def _look_after(self, child: Child) -> None:
-        """Kill one that shows no sign of life: whoever reads its socket then sees its end."""
+        """Kill one that shows no sign of life: the reader of its socket then sees its end."""
         if time.monotonic() - child.last_seen > child.patience and child.handle.popen.poll() is None:
             self._signal(child)
 

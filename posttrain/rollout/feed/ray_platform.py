@@ -89,7 +89,7 @@ def connect(address: str | None) -> tuple[ModuleType, bool]:
 
 
 def refuse_strangers(ray: ModuleType) -> None:
-    """Ray runs whatever code it is handed by whoever reaches it: other machines may reach a cluster only if it asks for a token."""
+    """Ray runs any code that it is sent: other machines may reach a cluster only if it asks for a token."""
     address = ray.get_runtime_context().gcs_address
     if address.rpartition(":")[0] in LOOPBACK:
         return
@@ -99,8 +99,8 @@ def refuse_strangers(ray: ModuleType) -> None:
     asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if "AuthenticationError" not in asked.stderr:  # whatever else it says, nobody was turned away
         raise PermissionError(
-            f"The Ray cluster at {address} does not ask for a token, so whoever reaches it can run any code on it. Start it with "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE on every machine (docs/async.md), and set both here."
+            f"The Ray cluster at {address} does not ask for a token, so anyone who reaches it can run any code on it. Start it "
+            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE on every machine (docs/async.md), and set both here."
         )
 
 
@@ -269,7 +269,7 @@ class RayWorkers(RemoteWorkers):
         self.ray.kill(child.handle.actor)
 
     def _on_reading(self, child: Child, label: int) -> tuple[int, int]:
-        """One put a version, by whoever asks first; the reference goes with the answer."""
+        """One put a version, by the first that asks; the reference goes with the answer."""
         with self._putting, self.board.reading(label) as (label, buffer):
             if label not in self._there:
                 self._there = {old: kept for old, kept in self._there.items() if old in self.board.buffers}

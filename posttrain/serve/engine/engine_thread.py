@@ -367,7 +367,7 @@ class EngineThread:
 
 
 def _answer_flip(flip: _Flip, error: Exception | None) -> None:
-    """Unless whoever asked has given up; asked first, since that can happen at any time."""
+    """Unless the caller has given up; checked first, since that can happen at any time."""
     if flip.result.cancelled() or not (flip.result.running() or flip.result.set_running_or_notify_cancel()):
         return
     if error is None:

@@ -287,7 +287,7 @@ class Updater:
         error: BaseException | None = None
         try:
             self._flips.flip(lambda engine: self._load_stream(engine, stream), stream.version, in_flight, seconds)
-        except BaseException as raised:  # for whoever commits
+        except BaseException as raised:  # for the request that commits
             error = raised
         with self._lock:
             self.failed += error is not None

@@ -2,7 +2,7 @@
 
 The group is made of its own store and its own process group object, so that a default group of either process is neither used nor
 needed. Only bytes are broadcast, never objects: what they mean, and their checksums, come over HTTP, where a token is asked for.
-Whoever breaks into the group can spoil an update, which is then noticed, and cannot send one.
+An intruder in the group can spoil an update, which is then noticed, and cannot send one.
 
 Every wait is made in a thread that can be left behind: a peer that is gone costs the deadline and not the process.
 """

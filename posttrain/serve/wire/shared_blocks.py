@@ -1,8 +1,8 @@
 """Blocks of bytes that two processes of one machine hand over by name: files in one private folder of /dev/shm.
 
-The folder belongs to one user (mode 0700) and so does every block in it (0600), under a name that cannot be guessed. Whoever
-makes a block holds a lock on it, which the kernel releases when that process ends, however it ends: a block that nobody
-holds is stale and is swept away.
+The folder belongs to one user (mode 0700) and so does every block in it (0600), under a name that cannot be guessed. The
+process that makes a block holds a lock on it, which the kernel releases when that process ends, however it ends: a block without
+a holder is stale and is deleted.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class SharedFolder:
     # reading --------------------------------------------------------------------------------------------------------
 
     def read(self, name: str, into: memoryview) -> None:
-        """Copy the bytes of a block; it stays. A copy: whoever made it can still change what lies there, or make it shorter."""
+        """Copy the bytes of a block; it stays. A copy: its maker can still change what lies there, or make it shorter."""
         descriptor = self._open(name, len(into))
         try:
             _read_all(descriptor, into, name)

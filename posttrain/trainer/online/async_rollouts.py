@@ -431,7 +431,7 @@ def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
     args = run.args
     if has_given_engine and not args.use_vllm and (args.async_lead != 0 or args.rollout_workers is not None):
         raise ValueError(
-            "`engine` is given, and whoever writes beside the training has an engine of its own, over a copy of the weights: leave "
+            "`engine` is given, and rollouts beside training use an engine of their own, over a copy of the weights: leave "
             "`engine` out (`rollout_engine` chooses a kind), or leave `async_rollouts` out."
         )
     if run.rollout_func is not None:
@@ -453,7 +453,7 @@ def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
         )
     if args.rollout_workers == RAY and run.agents is not None and run.agents.shows_images:
         raise ValueError(
-            "Tools or environments return images, which whoever plays keeps in `OUTPUT/media`, and actors of Ray may not have that "
+            "Tools or environments return images, which a worker keeps in `OUTPUT/media`, and actors of Ray may not have that "
             "folder. Set `rollout_workers` to a number of processes of this machine, or leave it out, and a thread writes."
         )
     asking = [reward.name for reward in run.rewards.rewards if asks_live_environments(reward)]

@@ -176,7 +176,7 @@ class ForeignRollouts(TrainerCallback):
             on_all_processes(send, args.world_size, "could not send the weights")
 
     def _send(self, step: int) -> None:
-        """Where they are in pieces all processes walk through the weights, to their end, whoever reads them."""
+        """Sharded weights are gathered by all processes together, to the last one, although only the first reads them."""
         is_first, weights = self.run.args.process_index == 0, exported_weights(self.run.model)
         if is_first:
             self.transfer.pause()

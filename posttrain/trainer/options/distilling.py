@@ -14,7 +14,7 @@ from posttrain.trainer.options.online import OnlineConfig
 
 NO_REWARD = "Nothing is rewarded: the loss compares what is written with nothing but a distribution or itself."
 UNPACKED = "Batches are ragged: nothing is padded, so that packing would save nothing."
-ONLY_COMPLETIONS = "Completions are trained and prompts are not, whoever wrote them."
+ONLY_COMPLETIONS = "Completions are trained and prompts are not, no matter which model wrote them."
 WHOLE_VOCABULARY = (
     "Distributions over the whole vocabulary are compared, and a server names its likeliest tokens only. For a teacher on a "
     "server: `posttrain server_distillation`, or `posttrain iw_opd` with `use_teacher_server`."

@@ -16,7 +16,7 @@ DTYPES = ("auto", "bfloat16", "float16", FLOAT32)
 TIMEOUTS = {"request_timeout": "vllm_completion_timeout", "weight_sync_timeout": "vllm_commit_timeout"}
 """TRL's name -> ours."""
 OURS_ALONE = ("rollout_workers", "rollout_engine", "max_rollout_slots", "rollout_kv_dtype", "rollout_drafts")
-"""Whoever sets one of them means our own engine, and not a server."""
+"""A run that sets one of them means our own engine, and not a server."""
 HEALTH_SECONDS = 2.0
 
 

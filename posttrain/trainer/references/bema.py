@@ -237,7 +237,7 @@ class BEMACallback(TrainerCallback):
 
     def _resume(self, output_dir: str, step: int) -> None:
         folder = Path(output_dir) / f"{files.PREFIX}{step}"
-        if not self._was_loaded:  # by whoever knows where the checkpoint lies
+        if not self._was_loaded:  # by a caller that knows the checkpoint's folder
             self.load_state_files(folder)
         if not self._was_loaded:
             raise FileNotFoundError(

@@ -302,7 +302,7 @@ def test_a_cluster_that_others_reach_must_ask_for_a_token(mode, tmp_path):
     if mode == "token":
         assert (done.returncode, done.stdout.strip()) == (0, "False")
     else:
-        assert "does not ask for a token, so whoever reaches it can run any code on it" in done.stderr
+        assert "does not ask for a token, so anyone who reaches it can run any code on it" in done.stderr
 
 
 def test_ray_is_imported_by_nobody_who_does_not_ask_for_it():

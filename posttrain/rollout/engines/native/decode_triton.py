@@ -42,8 +42,8 @@ def decode_attention_triton(
     """(rows, heads, width) of the new tokens -> (rows, heads, width of values); `addresses` (2,): of this layer's keys and values.
 
     `sinks` (heads,): scores of a place without a value. `in_eight_bits`: the pages are; `addresses` (4,) then has the scales', too.
-    `writes_first`: rows share pages and look at each other's new tokens, as the lines of drafts do, so all of these are on their
-    pages before anyone looks.
+    `writes_first`: rows share pages and look at each other's new tokens, as the lines of drafts do, so all of these are
+    written to their pages before any row attends.
     """
     rows, heads, width = query.shape
     key_heads, value_width = value.shape[1:]

@@ -56,7 +56,7 @@ def _power(exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EightBitPages:
-    """(pages, heads, PAGE, width) to whoever indexes it: what is put there is rounded, what is read is in `dtype`."""
+    """Indexed like a tensor (pages, heads, PAGE, width): what is put there is rounded, what is read is in `dtype`."""
 
     q: Tensor  # uint8, since tensors of 8-bit floats cannot be indexed everywhere
     exponents: Tensor  # (pages, heads, PAGE) uint8

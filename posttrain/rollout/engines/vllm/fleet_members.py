@@ -50,7 +50,7 @@ class Member:
     failed_starts: int = 0  # in a row, as the next one
     refusals: int = 0
     wakeup: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
-    weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
+    weights: threading.Lock = field(default_factory=threading.Lock)  # held while it is sent weights
 
     @property
     def name(self) -> str:

@@ -35,8 +35,8 @@ class ServerProcess:
     """`python path/to/posttrain/serve ...` in a session of its own, with its output in a log file.
 
     The server looks for its parent (`--parent`) and ends itself when that is gone, so a trainer that is killed leaves nothing
-    behind. Unless a token is given one is drawn for each start, and handed over in the environment: whoever takes the port while
-    the server is down learns nothing that opens the next one.
+    behind. Unless a token is given one is drawn for each start, and handed over in the environment: a program that takes the
+    port while the server is down learns nothing that opens the next one.
     """
 
     PROGRAM: ClassVar[Path] = Path(posttrain.serve.__file__).parent

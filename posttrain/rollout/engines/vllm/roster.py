@@ -1,7 +1,7 @@
 """Servers that join a run, and leave it: a file with an address on each line, read again and again.
 
 A server that is added is fed, probed and then asked (`Fleet.join`); one whose line goes is asked for nothing more. The addresses of
-the options are not in the file and stay. Whoever writes the file names hosts that are sent the run's token: it must be this user's.
+the options are not in the file and stay. Hosts named in the file are sent the run's token, so the file must be this user's.
 """
 
 from __future__ import annotations
