@@ -72,6 +72,16 @@ def test_rows_are_attended_to_as_in_float32(heads, key_heads, width, window, sof
     assert flash4._least == {key: 0}
 
 
+def test_operators_are_what_compilers_take_them_for(everywhere):
+    q, k, v = (torch.randn(600, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+    how = (edges([200, 400]), edges([200, 400]), 400, 400, 0.1, True, -1, -1, 0.0)
+    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(flash4.FLASH4, (q, k, v, *how), test_utils=asked)
+    out, sums = (x.detach() for x in flash4.FLASH4(q, k, v, *how))
+    heads = [x.detach() for x in (torch.randn_like(q), q, k, v)]
+    torch.library.opcheck(flash4.FLASH4_BACKWARD, (*heads, out, sums, *how), test_utils=asked)
+
+
 def batch(layout=RAGGED):
     made = torch.Generator().manual_seed(1)
     ids = [torch.randint(5, 60, (length,), generator=made).tolist() for length in LENGTHS]

@@ -128,6 +128,19 @@ def test_of_a_tower_every_patch_sees_all_of_its_segment(installed) -> None:
     assert_equal(tower.tower_attention(None, *heads, None, **how)[0], wanted, heads)
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_operators_are_what_compilers_take_them_for(is_turned, installed) -> None:
+    """Their shapes, strides and gradients without data, and that they change none of their arguments."""
+    installed()
+    q, k, v = (x[0].detach().transpose(0, 1) for x in leaves(9)[:3])
+    q, k, v = ((x if is_turned else x.contiguous()).requires_grad_() for x in (q, k, v))
+    how = (edges(4, 5), edges(4, 5), 5, 5, 0.3, True, -1, -1, 0.0)
+    torch.library.opcheck(flash4.FLASH4, (q, k, v, *how))
+    out, sums = (x.detach() for x in flash4.FLASH4(q, k, v, *how))
+    heads = [x.detach() for x in (torch.randn_like(q), q, k, v)]
+    torch.library.opcheck(flash4.FLASH4_BACKWARD, (*heads, out, sums, *how))
+
+
 # ---- in a model --------------------------------------------------------------------------------------------------------
 
 

@@ -74,13 +74,17 @@ def _arguments(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = (
+        x.contiguous() for x in (q, k, v)
+    )  # as they mostly are; it would copy some layouts, and results follow them
     return _kernels()._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(*how))[:2]
 
 
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(_kernels()._flash_attn_bwd(q, k, v, out, grad_out, sums, **_arguments(*how))[:3])
+    given = (x.contiguous() for x in (q, k, v, out, grad_out, sums))
+    return tuple(_kernels()._flash_attn_bwd(*given, **_arguments(*how))[:3])
 
 
 _HOW = (
@@ -115,7 +119,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-    return *FLASH4_BACKWARD(grad_out.contiguous(), *ctx.saved_tensors, *ctx.how), *(None,) * 9
+    return *FLASH4_BACKWARD(grad_out, *ctx.saved_tensors, *ctx.how), *(None,) * 9
 
 
 torch.library.register_autograd("posttrain::flash4", _gradients, setup_context=_keep, lib=_library)
