@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.speed.measure import OUT_OF_TIME
 from benchmarks.speed.runner import Order, run_module
 
-ORDER = ("posttrain", "generate", "continuous batching", "generate, static cache", "vllm")
+USUAL = ("posttrain", "generate", "continuous batching", "generate, static cache", "vllm")
+ORDER = (*USUAL, "weights in 8 bits", "keys and values in 8 bits")
 NEEDED = {"vllm": "vllm"}
 TIMES_OTHERS = {"generate": 10, "continuous batching": 8, "vllm": 1.5}
 GOALS = {"rollouts-0.5b": 100_000, "rollouts-1.5b": 60_000, "rollouts-7b": 21_600, "rollouts-1.5b-16k": 5_700}
@@ -20,7 +21,7 @@ BANDWIDTH = 4.8e12  # bytes a second of an H200
 
 def run(row: str) -> Callable[[Order], list[dict[str, Any]]]:
     def run_row(order: Order) -> list[dict[str, Any]]:
-        return [entry for way in ORDER if way in (order.ways or ORDER) for entry in run_way(order, row, way)]
+        return [entry for way in ORDER if way in (order.ways or USUAL) for entry in run_way(order, row, way)]
 
     return run_row
 

@@ -81,33 +81,37 @@ Write = Callable[[list[list[int]], np.ndarray], list[int]]
 # ---- ways ---------------------------------------------------------------------------------------------------------------
 
 
-def native(model: Any, load: Workload, device: str) -> Write:
+def native(**options: Any) -> Callable[..., Write]:
     """Our engine on a model that was loaded as a trainer loads it."""
-    from posttrain.models.load.model import LoadOptions, load_model
-    from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
-    from posttrain.rollout.engines.select import ENGINES
 
-    kernels = ("liger",) if device == "cuda" else ("plain",)
-    loaded = load_model(model, LoadOptions(device=torch.device(device), layer_kernels=kernels)).model.eval()
-    engine = ENGINES["native"](loaded, max_slots=load.slots)
-    if type(engine).__name__ != "NativeEngine":
-        raise RuntimeError(f"the native engine does not run this model: {type(engine).__name__} came instead")
-    calls = 0
+    def make(model: Any, load: Workload, device: str) -> Write:
+        from posttrain.models.load.model import LoadOptions, load_model
+        from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+        from posttrain.rollout.engines.select import ENGINES
 
-    def write(prompts: list[list[int]], lengths: np.ndarray) -> list[int]:
-        nonlocal calls
-        calls += 1
-        asked = [
-            Prompt(ids, key=place // load.group, sample=place % load.group, max_tokens=int(length))
-            for place, (ids, length) in enumerate(zip(prompts, lengths))
-        ]
-        done = generate(engine, asked, SamplingParams(max_tokens=load.longest, seed=calls))
-        errors = [completion.error for completion in done if completion.error]
-        if errors:
-            raise RuntimeError(errors[0])
-        return [len(completion.ids) for completion in done]
+        kernels = ("liger",) if device == "cuda" else ("plain",)
+        loaded = load_model(model, LoadOptions(device=torch.device(device), layer_kernels=kernels)).model.eval()
+        engine = ENGINES["native"](loaded, max_slots=load.slots, **options)
+        if type(engine).__name__ != "NativeEngine":
+            raise RuntimeError(f"the native engine does not run this model: {type(engine).__name__} came instead")
+        calls = 0
 
-    return write
+        def write(prompts: list[list[int]], lengths: np.ndarray) -> list[int]:
+            nonlocal calls
+            calls += 1
+            asked = [
+                Prompt(ids, key=place // load.group, sample=place % load.group, max_tokens=int(length))
+                for place, (ids, length) in enumerate(zip(prompts, lengths))
+            ]
+            done = generate(engine, asked, SamplingParams(max_tokens=load.longest, seed=calls))
+            errors = [completion.error for completion in done if completion.error]
+            if errors:
+                raise RuntimeError(errors[0])
+            return [len(completion.ids) for completion in done]
+
+        return write
+
+    return make
 
 
 def plain_generate(cache: str | None = None) -> Callable[..., Write]:
@@ -241,7 +245,9 @@ class Way:
 
 
 WAYS = {
-    "posttrain": Way(native, 75.0, repeats=3),
+    "posttrain": Way(native(), 75.0, repeats=3),
+    "weights in 8 bits": Way(native(weight_dtype="fp8"), 75.0, repeats=2),
+    "keys and values in 8 bits": Way(native(kv_dtype="fp8"), 75.0, repeats=2),
     "generate": Way(plain_generate(), 90.0),
     "generate, static cache": Way(plain_generate("static"), 100.0),
     "continuous batching": Way(continuous, 170.0),

@@ -358,6 +358,7 @@ class OnlineTrainer(BaseTrainer):
         asked = {
             "max_slots": self.args.max_rollout_slots,
             "kv_dtype": self.args.rollout_kv_dtype,
+            "weight_dtype": self.args.rollout_weight_dtype,
             "drafts": self.args.rollout_drafts or None,
         }
         chosen = {name: value for name, value in asked.items() if value is not None}

@@ -71,8 +71,8 @@ class PolicyGroupTrainer(OnlineTrainer):
         if args.compares_likeliest and (draws_apart(self.engine) or self.rollout_func is not None):
             raise ValueError(
                 f"`divergence_type` is {args.divergence_type!r}, which compares the sampler's likeliest tokens: only our own "
-                "engines, which draw from this model's weights, make them known, and not with keys and values in 8 bits. Use "
-                "binary_tv or binary_kl."
+                "engines, which draw from this model's weights, make them known, and not when they round to 8 bits. Use binary_tv "
+                "or binary_kl."
             )
 
     # ---- advantages --------------------------------------------------------------------------------------------------

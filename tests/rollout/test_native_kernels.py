@@ -13,6 +13,7 @@ import os
 import pytest
 import torch
 
+from posttrain.models.layers import fp8
 from posttrain.rollout.engines import sampling
 from posttrain.rollout.engines.native import attention as plain
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
@@ -154,15 +155,58 @@ def test_triton_rounds_to_8_bits_as_torch_does(dtype):
         assert torch.equal(pages.exponents[1:, :, 5], in_eight_bits(wanted)[1])
 
 
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton, not interpreted")
+@needs_triton
+@pytest.mark.parametrize("width", [16, 100, 4096, 5000])
+def test_rows_are_rounded_for_products_as_torch_does(width):
+    from posttrain.models.layers.fp8_triton import scaled_triton
+
+    torch.manual_seed(0)
+    x = torch.randn(7, width, device=DEVICE) * 10 ** (6 * torch.rand(7, 1, device=DEVICE) - 3)
+    x[3] = 0
+    x[:, 1] = 0
+    for given in (x, x.t().contiguous().t(), x.bfloat16()):
+        wanted, scales = fp8.scaled(given)
+        found, its_scales = scaled_triton(given)
+        assert torch.equal(its_scales, scales)
+        assert torch.equal(found.view(torch.uint8) & 127, wanted.view(torch.uint8) & 127)  # a zero may have either sign
+        signs = found.float().sign() == wanted.float().sign()
+        assert signs.all()
+
+
+without_interpreter = pytest.mark.skipif(
+    INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton, not interpreted"
+)
+
+
+def compiled_for(capability, kernel, pointers, others, constants):
+    """Down to machine code; Ada has no conversion of some pairs of dtypes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = pointers | others | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    made = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", capability, 32), {"num_warps": 4})
+    assert "e4m3" in made.asm["ptx"]
+    assert made.asm["cubin"]
+
+
+@without_interpreter
+@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+def test_rows_are_rounded_on_ada_hopper_and_blackwell(capability, element):
+    from posttrain.models.layers.fp8_triton import scaled_kernel
+
+    compiled_for(
+        capability, scaled_kernel, {"x": f"*{element}", "found": "*fp8e4nv", "scales": "*fp32"}, {}, {"BLOCK": 4096}
+    )
+
+
+@without_interpreter
 @pytest.mark.parametrize("capability", [89, 90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
 def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, element):
-    """Down to machine code; Ada has no conversion of some pairs of dtypes."""
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from posttrain.rollout.engines.native.decode_triton import decode_kernel
 
@@ -174,13 +218,7 @@ def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, elemen
     }  # fmt: skip
     pointers = {"addresses": "*i64", "table": "*i32", "positions": "*i64", "prefixes": "*i64", "remaining": "*i64"}
     pointers |= dict.fromkeys(("query", "key", "value", "sinks"), f"*{element}") | {"output": "*fp32", "sums": "*fp32"}
-    others = {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: (pointers | others).get(name, "i32") for name in decode_kernel.arg_names}
-    made = triton.compile(
-        ASTSource(decode_kernel, signature, constants), GPUTarget("cuda", capability, 32), {"num_warps": 4}
-    )
-    assert "e4m3" in made.asm["ptx"]
-    assert made.asm["cubin"]
+    compiled_for(capability, decode_kernel, pointers, {"scale": "fp32", "softcap": "fp32"}, constants)
 
 
 @pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])

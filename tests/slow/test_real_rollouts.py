@@ -72,10 +72,11 @@ def logps_of_full_forward(model, prompt, completion):
     return logps.gather(-1, ids[len(prompt) :, None]).squeeze(-1)
 
 
-def test_what_keys_and_values_in_8_bits_change(real):
+@pytest.mark.parametrize("rounded", ["kv_dtype", "weight_dtype"])
+def test_what_8_bits_change(real, rounded):
     """Their ratio to exact log-probs is what importance weights are made of: a bound on a completion's leaves out long ones."""
     model, tokenizer = real
-    native = ENGINES["native"](model, decode=tokenizer.decode, kv_dtype="fp8")
+    native = ENGINES["native"](model, decode=tokenizer.decode, **{rounded: "fp8"})
     assert isinstance(native, NativeEngine)
     params = SamplingParams(48, stop_ids=(tokenizer.eos_token_id,), seed=1)
     found = generate(native, asked(tokenizer), params)
@@ -85,10 +86,10 @@ def test_what_keys_and_values_in_8_bits_change(real):
     ]
     apart, ratios = torch.cat(gaps).abs(), torch.stack([gap.sum() for gap in gaps]).exp()
     print(
-        f"log-probs of {len(apart)} tokens in 8 bits against exact ones: mean {apart.mean():.2g}, largest {apart.max():.2g}"
+        f"{rounded}: log-probs of {len(apart)} tokens against exact ones: mean {apart.mean():.2g}, largest {apart.max():.2g}"
     )
     print(f"ratios of completions of 48 tokens: {ratios.min():.2g} to {ratios.max():.2g}")
-    assert 0.02 < apart.mean() < 0.15
+    assert 0.02 < apart.mean() < 0.25
     assert apart.max() < 1.5
 
 

@@ -1,4 +1,4 @@
-"""`rollout_kv_dtype`: completions drawn from rounded keys and values are weighed as those of another program are."""
+"""`rollout_kv_dtype`, `rollout_weight_dtype`: completions that are drawn in 8 bits are weighed as those of another program are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.trainer.test_async import odd_sums, run, written
 from tests.trainer.test_online import Peek, logged, numbered, rows, trainer
 
 ROUNDED = {"rollout_engine": "native", "rollout_kv_dtype": "fp8"}
+PRODUCTS = {"rollout_engine": "native", "rollout_weight_dtype": "fp8"}
 BY_TOKEN = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.02}
 
 
@@ -41,13 +42,14 @@ def own_logps(model, sample):
     return logps.gather(1, ids[1:, None])[:, 0].numpy()[sample.trained[1:]]
 
 
-def test_tokens_are_weighed_by_the_trainers_own_log_probs_over_the_samplers(tmp_path, losses):
+@pytest.mark.parametrize("rounded", [ROUNDED, PRODUCTS])
+def test_tokens_are_weighed_by_the_trainers_own_log_probs_over_the_samplers(rounded, tmp_path, losses):
     first = tiny.causal_lm()
-    made = trainer(
-        tmp_path, numbered, model=tiny.causal_lm(), max_steps=3, max_completion_length=12, **ROUNDED, **BY_TOKEN
-    )
+    given = {"model": tiny.causal_lm(), "max_steps": 3, "max_completion_length": 12, **rounded, **BY_TOKEN}
+    made = trainer(tmp_path, numbered, **given)
     assert isinstance(made.engine, NativeEngine)
-    assert made.engine.rounds_cache
+    assert made.engine.rounds
+    assert (made.engine.rounds_cache, made.engine.rounds_weights) == (rounded is ROUNDED, rounded is PRODUCTS)
     assert made.corrects_sampler
     assert made.has_old_logps  # in a pass of their own, although the window is one step
     peek = Peek(made)
@@ -89,10 +91,11 @@ def test_an_engine_that_is_given_says_for_itself_whether_it_rounds(tmp_path):
     assert not trainer(tmp_path / "c", numbered, model=model, engine=NativeEngine(model)).corrects_sampler
 
 
-def test_a_given_engine_and_the_option_are_refused_together(tmp_path):
+@pytest.mark.parametrize("rounded", [ROUNDED, PRODUCTS])
+def test_a_given_engine_and_the_option_are_refused_together(rounded, tmp_path):
     model = tiny.causal_lm()
     with pytest.raises(ValueError, match="this run was given one"):
-        trainer(tmp_path, numbered, model=model, engine=NativeEngine(model), **ROUNDED)
+        trainer(tmp_path, numbered, model=model, engine=NativeEngine(model), **rounded)
 
 
 def test_tokens_are_weighed_one_by_one_unless_the_user_says_otherwise(tmp_path):
@@ -101,16 +104,16 @@ def test_tokens_are_weighed_one_by_one_unless_the_user_says_otherwise(tmp_path):
         return args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
 
     assert made() == made(rollout_kv_dtype="auto") == ("sequence_mask", 3.0)
-    assert made(**ROUNDED) == ("token_truncate", 2.0)
+    assert made(**ROUNDED) == made(**PRODUCTS) == ("token_truncate", 2.0)
     assert made(**ROUNDED, vllm_importance_sampling_clip_max=1.5) == ("sequence_mask", 1.5)
 
 
 def test_weights_that_are_gathered_first_are_run_by_an_engine_that_rounds(tmp_path):
     made = trainer(tmp_path, numbered, **ROUNDED)
     gathered = GatheredEngine(made.model, made.local_engine, torch.device("cpu"), torch.float32)
-    assert gathered.rounds_cache
+    assert gathered.rounds
     plain = GatheredEngine(made.model, TransformersEngine, torch.device("cpu"), torch.float32)
-    assert not plain.rounds_cache
+    assert not plain.rounds
 
 
 def test_rloo_scores_with_its_own_weights(tmp_path):
@@ -142,8 +145,9 @@ def test_in_order_ahead_and_at_once_write_the_same(tmp_path):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_a_worker_process_rounds_as_a_thread_does(tmp_path):
-    given = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "max_steps": 2, **ROUNDED}
+@pytest.mark.parametrize("rounded", [ROUNDED, PRODUCTS])
+def test_a_worker_process_rounds_as_a_thread_does(rounded, tmp_path):
+    given = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "max_steps": 2, **rounded}
     for name, more in (("thread", {}), ("process", {"rollout_workers": 1})):
         run(tmp_path / name, **given | more)
     thread, process = ([row["sampling_logps"] for row in written(tmp_path / name)] for name in ("thread", "process"))
@@ -163,6 +167,8 @@ def test_a_worker_process_rounds_as_a_thread_does(tmp_path):
         ),
         ({"rollout_kv_dtype": "fp8", "use_vllm": True}, "`kv_cache_dtype` .`vllm_engine_args`"),
         ({"rollout_kv_dtype": "auto", "use_vllm": True, "vllm_mode": "server"}, "leave it out, and give vLLM its own"),
+        ({"rollout_weight_dtype": "fp4"}, "`rollout_weight_dtype` is 'fp4'.*must be one of auto, fp8"),
+        ({"rollout_weight_dtype": "fp8", "use_vllm": True}, "`rollout_weight_dtype` is .*`quantization` .`vllm_engine"),
     ],
 )
 def test_options_of_other_engines_are_refused(tmp_path, options, sentence):
@@ -170,8 +176,9 @@ def test_options_of_other_engines_are_refused(tmp_path, options, sentence):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **options)
 
 
-def test_asking_for_it_means_our_own_engine(tmp_path):
-    made = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, rollout_kv_dtype="fp8")
+@pytest.mark.parametrize("name", ["rollout_kv_dtype", "rollout_weight_dtype"])
+def test_asking_for_it_means_our_own_engine(name, tmp_path):
+    made = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **{name: "fp8"})
     assert made.use_vllm is False
 
 
@@ -180,5 +187,5 @@ def test_the_samplers_likeliest_tokens_are_not_the_trainers(tmp_path):
         output_dir=str(tmp_path), use_cpu=True, num_generations=4, divergence_type="topk_tv", reward_workers=0,
         per_device_train_batch_size=8, **ROUNDED,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="and not with keys and values in 8 bits"):
+    with pytest.raises(ValueError, match="and not when they round to 8 bits"):
         DPPOTrainer(tiny.causal_lm(), numbered, args, rows(), processing_class=tiny.tokenizer())

@@ -24,6 +24,8 @@ SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
 MULTIPLE = 16
 """The products' inner and outer sizes must be multiples of it; tokens are filled up."""
 LEAST_CAPABILITY = (8, 9)
+Scaled = tuple[Tensor, Tensor]
+"""(m, k) numbers in e4m3, (m, 1) scales in float32."""
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Names of modules that choose experts: which one is chosen must not depend on the rounding of 8 bits."""
 
@@ -37,15 +39,20 @@ def why_not(device: torch.device) -> str | None:
 
 def use_fp8(innermost: nn.Module) -> int:
     """Compute the products of the decoder's linear layers in 8 bits from now on. Returns how many layers these are."""
-    found = [
+    found = linears(innermost)
+    for linear in found:
+        linear.forward = types.MethodType(_forward, linear)  # a method: a deep copy computes with its own weights
+    return len(found)
+
+
+def linears(innermost: nn.Module) -> list[nn.Linear]:
+    """Those of the decoder whose products can be computed in 8 bits."""
+    return [
         part
         for layer in decoder_layers(innermost)
         for name, part in layer.named_modules()
         if type(part) is nn.Linear and ROUTERS.isdisjoint(name.split(".")) and _fits(part)
     ]
-    for linear in found:
-        linear.forward = types.MethodType(_forward, linear)  # a method: a deep copy computes with its own weights
-    return len(found)
 
 
 def _fits(linear: nn.Linear) -> bool:
@@ -82,12 +89,16 @@ def _filled(tokens: Tensor, missing: int) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """(m, k), (n, k) -> (m, n) = a b^T, in the dtype of `a`."""
-    (rows, of_rows), (columns, of_columns) = scaled(a), scaled(b)
-    how = {"scale_a": of_rows, "scale_b": of_columns.t(), "out_dtype": a.dtype, "use_fast_accum": True}
+    return scaled_product(scaled(a), scaled(b), a.dtype)
+
+
+def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    (rows, of_rows), (columns, of_columns) = a, b
+    how = {"scale_a": of_rows, "scale_b": of_columns.t(), "out_dtype": dtype, "use_fast_accum": True}
     return torch._scaled_mm(rows, columns.t(), **how)
 
 
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor) -> Scaled:
     """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale."""
     largest = x.abs().amax(-1, keepdim=True).to(torch.float32)
     scale = largest.clamp(min=SMALLEST) / LARGEST

@@ -43,8 +43,8 @@ class GatheredEngine:
         return self.engine.version
 
     @property
-    def rounds_cache(self) -> bool:
-        return getattr(self.engine, "rounds_cache", False)
+    def rounds(self) -> bool:
+        return getattr(self.engine, "rounds", False)
 
     def session(self, params: SamplingParams) -> AbstractContextManager[Session]:
         return self.engine.session(params)

@@ -24,8 +24,8 @@ WROTE_PLACEHOLDER = "The model wrote a token that stands for an image"
 """So begins the error of such a completion, where the engine cannot forbid the token."""
 
 AUTO, FP8 = "auto", "fp8"
-KV_DTYPES = (AUTO, FP8)
-"""What the native engine keeps keys and values in: the model's dtype, or 8 bits."""
+ROLLOUT_DTYPES = (AUTO, FP8)
+"""What the native engine keeps keys and values in, or multiplies weights in: the model's dtype, or 8 bits."""
 
 Decode = Callable[[Sequence[int]], str]
 """A detokeniser. Engines know token ids only; the owner of the tokenizer passes one in."""
@@ -180,8 +180,8 @@ class ForeignEngine(RolloutEngine, Protocol):
 
 def draws_apart(engine: RolloutEngine) -> bool:
     """Whether it draws from a distribution that is not quite the trainer's, so that its log-probs are not the policy's own: it is
-    another program, or it rounds keys and values."""
-    return getattr(engine, "is_foreign", False) or getattr(engine, "rounds_cache", False)
+    another program, or it rounds to 8 bits."""
+    return getattr(engine, "is_foreign", False) or getattr(engine, "rounds", False)
 
 
 def generate(

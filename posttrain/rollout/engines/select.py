@@ -23,10 +23,11 @@ def _native(
     reason = engine.why_not()
     if reason is None:
         return engine
-    if engine.rounds_cache:
+    if engine.rounds:
+        name = "rollout_kv_dtype" if engine.rounds_cache else "rollout_weight_dtype"
         raise ValueError(
-            f"`rollout_kv_dtype` is {FP8!r}, which is of the native engine, and that does not run "
-            f"{type(engine.innermost).__name__}: {reason}. Leave `rollout_kv_dtype` out."
+            f"`{name}` is {FP8!r}, which is of the native engine, and that does not run {type(engine.innermost).__name__}: "
+            f"{reason}. Leave `{name}` out."
         )
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
     shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture", "pixels")}

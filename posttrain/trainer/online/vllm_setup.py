@@ -211,11 +211,12 @@ def refuse_given_engine(engine: Any, args: OnlineConfig) -> None:
     Of a sharded model all processes gather each tensor together. A server that somebody else has made reads its export in process 0
     alone, which would wait for the others indefinitely; an engine that reads weights in place would find pieces.
     """
-    if engine is not None and getattr(args, "rollout_kv_dtype", None) is not None:
-        raise ValueError(
-            f"`rollout_kv_dtype` is for the engine that the trainer makes, and this run was given one ({type(engine).__name__}). "
-            "Leave it out, and make the engine with it (`NativeEngine(model, kv_dtype='fp8')`)."
-        )
+    for name in ("kv_dtype", "weight_dtype"):
+        if engine is not None and getattr(args, f"rollout_{name}", None) is not None:
+            raise ValueError(
+                f"`rollout_{name}` is for the engine that the trainer makes, and this run was given one ({type(engine).__name__}). "
+                f"Leave it out, and make the engine with it (`NativeEngine(model, {name}='fp8')`)."
+            )
     if args.sharding is None:
         return
     if isinstance(getattr(engine, "model", None), nn.Module):

@@ -11,7 +11,7 @@ from posttrain.core.sample import KEEP_END
 from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE
 from posttrain.losses.advantages import DEVIATIONS
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
-from posttrain.rollout.engines.protocol import KV_DTYPES, SamplingParams
+from posttrain.rollout.engines.protocol import ROLLOUT_DTYPES, SamplingParams
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import WindowRules
@@ -118,11 +118,15 @@ class OnlineConfig(
         "Tokens that the native engine drafts for a completion, by looking up what followed the same tokens before, where few are "
         "left to write and drafts are accepted. What is written stays the same. 0: none.",
     )
-
     rollout_kv_dtype: str | None = option(
         None,
         "What the native engine keeps keys and values in: 'fp8', 8 bits, so that twice as many tokens of 16 bits fit; None or "
         "'auto', the model's dtype.",
+    )
+    rollout_weight_dtype: str | None = option(
+        None,
+        "What the native engine multiplies in: 'fp8', 8 bits, so that a step reads half of 16-bit weights; None or 'auto', the "
+        "model's dtype.",
     )
 
     # ---- how
@@ -208,7 +212,8 @@ class OnlineConfig(
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
         self.check_vllm_options()
-        self._check_kv_dtype()
+        for name, of_vllm in (("rollout_kv_dtype", "kv_cache_dtype"), ("rollout_weight_dtype", "quantization")):
+            self._check_rounding(name, of_vllm)
         check_range("rollout_drafts", self.rollout_drafts, 0)
         if self.rollout_drafts and (self.use_vllm or self.rollout_engine != "native"):
             writer = "vLLM (`use_vllm`)" if self.use_vllm else f"`rollout_engine={self.rollout_engine!r}`"
@@ -244,19 +249,19 @@ class OnlineConfig(
         self.sampling(())
         self.reward_options()
 
-    def _check_kv_dtype(self) -> None:
-        if self.rollout_kv_dtype is None:
+    def _check_rounding(self, name: str, of_vllm: str) -> None:
+        value = getattr(self, name)
+        if value is None:
             return
-        check_choice("rollout_kv_dtype", self.rollout_kv_dtype, KV_DTYPES)
+        check_choice(name, value, ROLLOUT_DTYPES)
         if self.use_vllm:
             raise ValueError(
-                "`rollout_kv_dtype` is of the native engine, and here vLLM writes: leave it out, and give vLLM its own "
-                "`kv_cache_dtype` (`vllm_engine_args`; of a server, --engine-args at its start)."
+                f"`{name}` is of the native engine, and here vLLM writes: leave it out, and give vLLM its own `{of_vllm}` "
+                "(`vllm_engine_args`; of a server, --engine-args at its start)."
             )
         if self.rollout_engine != "native":
             raise ValueError(
-                f"`rollout_kv_dtype` is of the native engine, and `rollout_engine` is {self.rollout_engine!r}: leave one of them "
-                "out."
+                f"`{name}` is of the native engine, and `rollout_engine` is {self.rollout_engine!r}: leave one of them out."
             )
 
     def _take_old_names(self) -> None:

@@ -88,12 +88,12 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
     vllm_importance_sampling_correction: bool | None = option(
         None,
         "Weigh tokens by the ratio of trainer to sampler. None: where they are different programs, and for our own engine where it "
-        "rounds (`rollout_kv_dtype`).",
+        "rounds (`rollout_kv_dtype`, `rollout_weight_dtype`).",
     )
     vllm_importance_sampling_mode: str = option(
         "sequence_mask",
-        "token_truncate, token_mask, sequence_truncate or sequence_mask. With `rollout_kv_dtype='fp8'`, and where tokens are older "
-        "than a step, token_truncate with a largest ratio of 2, unless you say otherwise.",
+        "token_truncate, token_mask, sequence_truncate or sequence_mask. Where the engine rounds to 8 bits, and where tokens are "
+        "older than a step, token_truncate with a largest ratio of 2, unless you say otherwise.",
     )
     vllm_importance_sampling_clip_max: float | None = option(3.0, "Largest ratio. None: any.")
     vllm_importance_sampling_clip_min: float | None = option(None, "Smallest ratio. None: any.")
@@ -110,7 +110,7 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
         super().__post_init__()
         chosen = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"}
         # Many tokens that are each a little apart: the ratio of a long completion would be far beyond any bound.
-        is_gradual = self.trains_on_older_tokens or self.rollout_kv_dtype == FP8
+        is_gradual = self.trains_on_older_tokens or FP8 in (self.rollout_kv_dtype, self.rollout_weight_dtype)
         if is_gradual and not chosen & self.set_by_user():
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max = AGE_MODE, AGE_CAP
         check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))

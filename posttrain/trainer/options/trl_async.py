@@ -15,7 +15,9 @@ FLOAT32 = "float32"
 DTYPES = ("auto", "bfloat16", "float16", FLOAT32)
 TIMEOUTS = {"request_timeout": "vllm_completion_timeout", "weight_sync_timeout": "vllm_commit_timeout"}
 """TRL's name -> ours."""
-OURS_ALONE = ("rollout_workers", "rollout_engine", "max_rollout_slots", "rollout_kv_dtype", "rollout_drafts")
+OURS_ALONE = (
+    "rollout_workers", "rollout_engine", "max_rollout_slots", "rollout_kv_dtype", "rollout_weight_dtype", "rollout_drafts",
+)  # fmt: skip
 """A run that sets one of them means our own engine, and not a server."""
 HEALTH_SECONDS = 2.0
 

@@ -106,8 +106,8 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.model, side.accelerator = None, SimpleNamespace(parallelism_config=None)
     side.is_deepspeed_enabled = False  # asked for a tensor-parallel size, of which there is none
     side.optimizer = side.optimizer_cls_and_kwargs = side.custom_loss = None
-    is_rounded = getattr(args, "rollout_kv_dtype", None) == FP8
-    side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False), rounds_cache=is_rounded)
+    is_rounded = FP8 in (getattr(args, "rollout_kv_dtype", None), getattr(args, "rollout_weight_dtype", None))
+    side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False), rounds=is_rounded)
     side.replay = True if getattr(args, "replay_buffer_size", 0) else None
     layout = PADDED if args.layout == PADDED else SHARED if getattr(args, "share_prompts", False) else RAGGED
     pad = side.renderer.tokenizer.pad_token_id or 0

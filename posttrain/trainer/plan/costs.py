@@ -134,6 +134,8 @@ class RunMemory:
             slots = args.max_rollout_slots or MAX_SLOTS["cuda"]
             slots = min(slots, counts.rollouts.completions_per_generation // counts.processes)
             prompts = -(-slots // args.num_generations) * counts.rollouts.longest_prompt
+            if args.rollout_weight_dtype == FP8:
+                self.resident["weights in 8 bits"] = shape.active
             width, in_eight_bits = shape.widths[2], args.rollout_kv_dtype == FP8
             a_token = shape.layers * LayerShape(1, width, width, shape.dtype, in_eight_bits).bytes
             self.generation = {

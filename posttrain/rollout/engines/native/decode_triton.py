@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.models.layers.fp8_triton import power, to_e4m3
 from posttrain.rollout.engines.native import eight_bits
 from posttrain.rollout.engines.native.cache import PAGE
 
@@ -88,25 +89,12 @@ def _splits(programs: int) -> int:
 
 
 @triton.jit
-def power(exponents):
-    """2^(e - 127)."""
-    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def in_eight_bits(numbers, ROOM: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr):
-    """As `eight_bits.in_eight_bits`: (q, which e4m3 has, still in float32; e).
-
-    Added to 1.5 * 2^23 times the distance between its neighbours in e4m3, a number is rounded to one of them, the even one of two
-    that are as near.
-    """
+    """As `eight_bits.in_eight_bits`: (q, which e4m3 has, still in float32; e)."""
     numbers = numbers.to(tl.float32)
     largest = tl.max(tl.abs(numbers), 0)
     exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + ROOM) >> 23) - TOP, LEAST)
-    scaled = numbers * power(254 - exponent)
-    binade = tl.maximum(tl.abs(scaled).to(tl.int32, bitcast=True) >> 23, 127 - 6)
-    shift = 1.5 * power(binade + 20)
-    return (scaled + shift) - shift, exponent
+    return to_e4m3(numbers * power(254 - exponent)), exponent
 
 
 # Over 60 lines: Triton inlines a function that is called, but its tensors would have to be passed and returned one by one.

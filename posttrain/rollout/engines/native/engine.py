@@ -21,17 +21,18 @@ from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
 from posttrain.models.vision.features import family_of, forbidden_tokens
 from posttrain.rollout.engines.mixture import Mixture
-from posttrain.rollout.engines.native import eight_bits, probe
+from posttrain.rollout.engines.native import eight_bit_weights, eight_bits, probe
 from posttrain.rollout.engines.native.attention import Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.engines.native.drafts import LEAST_ACCEPTED, MAX_LINES, DraftedProgram, Trial
+from posttrain.rollout.engines.native.eight_bit_weights import EightBitWeights
 from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
 from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
 from posttrain.rollout.engines.native.states import MixerStates
 from posttrain.rollout.engines.native.step import DecodeProgram, MixedProgram, Program, Sampler
-from posttrain.rollout.engines.protocol import AUTO, FP8, KV_DTYPES, Completion, Decode, Prompt, SamplingParams
+from posttrain.rollout.engines.protocol import AUTO, FP8, ROLLOUT_DTYPES, Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, refuse_unseen, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar, GrammarReader
@@ -66,7 +67,8 @@ class NativeEngine:
         use_graphs: bool = True,
         mixture: Mixture | None = None,  # a second model that takes part in every draw
         pixels: Pixels | None = None,  # who makes the pixels of prompts with images
-        kv_dtype: str | None = None,  # of KV_DTYPES
+        kv_dtype: str | None = None,  # of ROLLOUT_DTYPES: keys and values
+        weight_dtype: str | None = None,  # of ROLLOUT_DTYPES: products of linear layers
         drafts: int = 0,  # tokens that are drafted for each row, where few run and it pays
     ) -> None:
         if drafts < 0:
@@ -85,20 +87,29 @@ class NativeEngine:
         self.context = min(context_length(model, max_context) or LONGEST_CONTEXT for model in self._models)
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
         self.forbidden = forbidden_tokens(self.innermost, pixels)
-        if kv_dtype not in (None, *KV_DTYPES):
-            raise ValueError(f"`kv_dtype` is {kv_dtype!r}; known are {', '.join(KV_DTYPES)}.")
-        self.rounds_cache = kv_dtype == FP8
+        for name, asked in (("kv_dtype", kv_dtype), ("weight_dtype", weight_dtype)):
+            if asked not in (None, *ROLLOUT_DTYPES):
+                raise ValueError(f"`{name}` is {asked!r}; known are {', '.join(ROLLOUT_DTYPES)}.")
+        self.rounds_cache, self.rounds_weights = kv_dtype == FP8, weight_dtype == FP8
         if self.rounds_cache and (reason := eight_bits.why_not(self.device)):
             raise ValueError(f"Keys and values were to be kept in 8 bits, and {reason}. Leave {FP8!r} out.")
+        if self.rounds_weights and (reason := eight_bit_weights.why_not(model, self.innermost)):
+            raise ValueError(f"Products were to be computed in 8 bits, and {reason}. Leave {FP8!r} out.")
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[Program, StepGraphs] | None = None
         self.drafts, self.drafted = drafts, 0  # tokens a step, and those that were drafted so far
         self.accepted = 0  # of those
         self.drafting: tuple[DraftedProgram, StepGraphs] | None = None
-        self.packed = [PackedWeights(model) for model in self._models]
+        as_products_read_them = EightBitWeights if self.rounds_weights else PackedWeights
+        self.packed = [as_products_read_them(model) for model in self._models]
         self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
         self.labels_tokens = False  # whether completions say which version wrote each token: see `change_weights`
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes with less precise numbers than the trainer."""
+        return self.rounds_cache or self.rounds_weights
 
     def why_not(self) -> str | None:
         """None when the native engine gives this model's own answers; else the reason, as the end of a sentence.
@@ -108,11 +119,12 @@ class NativeEngine:
         small = {"max_context": self.context, "max_slots": len(probe.LENGTHS)}
         if self.mixture is not None:
             small["kv_dtype"] = FP8 if self.rounds_cache else AUTO
+            small["weight_dtype"] = FP8 if self.rounds_weights else AUTO
             alone = NativeEngine(self.model, **small).why_not()
             with self.mixture.context():
                 return alone or NativeEngine(self.mixture.model, **small).why_not()
         # First without: what 8 bits are allowed would hide smaller errors.
-        if self.rounds_cache and (reason := NativeEngine(self.model, pixels=self.pixels, **small).why_not()):
+        if self.rounds and (reason := NativeEngine(self.model, pixels=self.pixels, **small).why_not()):
             return reason
         reason = probe.why_not_by_config(self.model, self.innermost) or self._why_not_with_images()
         if reason is not None:
@@ -128,10 +140,10 @@ class NativeEngine:
                 leak = probe.leak(self.innermost, self._probe_answers)
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
-        if self.rounds_cache:
+        if self.rounds:
             allowed = max(allowed, probe.OF_EIGHT_BITS)
         if gap > allowed:
-            in_eight_bits = "with keys and values in 8 bits " if self.rounds_cache else ""
+            in_eight_bits = "in 8 bits " if self.rounds else ""
             return f"{in_eight_bits}the native engine's answers differ from a full forward's by {gap:.2g}"
         return None if leak is None else f"another prompt beside it changes the native engine's answers by {leak:.2g}"
 

@@ -52,7 +52,7 @@ from posttrain.serve.launch import main as serve
 from posttrain.serve.wire.payload import TensorSpec
 
 PROCESSED = "processed_logprobs"
-ENGINE_ARGS = ("max_slots", "prefill_tokens", "steps_per_look", "kv_memory", "kv_dtype", "drafts")
+ENGINE_ARGS = ("max_slots", "prefill_tokens", "steps_per_look", "kv_memory", "kv_dtype", "weight_dtype", "drafts")
 """What --engine-args may say."""
 Load = Callable[[], nn.Module]
 
