@@ -102,9 +102,8 @@ def fit(name: str) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    kept = {
-        key: tensor.detach().to(torch.bfloat16).clone() for key, tensor in model.named_parameters()
-    }  # tied ones once
+    # Tied ones once.
+    kept = {key: tensor.detach().to(torch.bfloat16).clone() for key, tensor in model.named_parameters()}
     WEIGHTS.mkdir(exist_ok=True)
     save_file(kept, WEIGHTS / f"{name}.safetensors")
 

@@ -117,9 +117,8 @@ def grpo_trainer(words: argparse.Namespace, model: str, numbers: list[tuple[int,
 def measured(trainer: Any, questions: int, name: str) -> dict[str, float]:
     found = trainer.evaluate()
     share = found["eval_reward"]
-    error = math.sqrt(
-        share * (1 - share) / questions
-    )  # of the questions; their draws add nothing to it that we count on
+    # Of the questions; their draws add nothing to it that we count on
+    error = math.sqrt(share * (1 - share) / questions)
     kept = {"accuracy": share, "error": error, "calls": found["eval_tools/call_frequency"]}
     print(f"{name}: right {share:.3f} +- {error:.3f}, {kept['calls']:.2f} calls a question", flush=True)
     return kept

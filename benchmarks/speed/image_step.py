@@ -150,9 +150,8 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
         made |= {"max_length": None}
     if method == "sft_images":
         made |= {"completion_only_loss": True}
-    if (
-        setting.startswith("tuned") or setting == "ours checkpoints"
-    ):  # TRL without: not even four rows, or two pairs, fit
+    # TRL without: not even four rows, or two pairs, fit.
+    if setting.startswith("tuned") or setting == "ours checkpoints":
         made |= {"gradient_checkpointing": on_gpu}
     if method == "sft_images" and setting.startswith("tuned flash"):
         made |= {"use_liger_kernel": on_gpu}

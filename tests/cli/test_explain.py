@@ -404,9 +404,8 @@ def test_several_processes_share_the_rows(here):
     groups = explained("grpo", "grpo", {**GROUPS, "per_device_train_batch_size": 2, "num_processes": 2}).counts
     one = explained("grpo", "grpo", GROUPS).counts
     assert (groups.rollouts.prompts, groups.rollouts.completions) == (one.rollouts.prompts, one.rollouts.completions)
-    assert (
-        groups.rollouts.reward_calls == 2 * one.rollouts.reward_calls
-    )  # a group on two processes is judged in two calls
+    # A group on two processes is judged in two calls.
+    assert groups.rollouts.reward_calls == 2 * one.rollouts.reward_calls
 
 
 def test_a_stream_is_read_as_far_as_its_steps(here):

@@ -48,9 +48,8 @@ def test_it_serves_its_user_alone_and_a_signal_ends_it(tmp_path):
     port = free_port()
     environment = {**os.environ, "HOME": str(tmp_path)}
     environment.pop("POSTTRAIN_SERVE_TOKEN", None)
-    python = (
-        tmp_path / "python"
-    )  # an interpreter that says that it has vLLM, and runs the server around the tests' engine
+    # An interpreter that says that it has vLLM, and runs the server around the tests' engine.
+    python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift\nexec {sys.executable} {ECHO_SERVER} "$@"\n')
     python.chmod(0o700)
     server = subprocess.Popen(

@@ -220,9 +220,8 @@ def test_a_killed_sweep_loses_no_trial_and_repeats_none(folder):
     assert states["COMPLETE"] + states["PRUNED"] == 13 == len(names), states
     ends = Counter(steps_of(folder, name)[-1][0] for name in names)
     assert ends.keys() <= {"finished", "stopped"}
-    assert (
-        ends["finished"] >= states["COMPLETE"]
-    )  # a hopeless one may have finished while no sweep was there to stop it
+    # A hopeless one may have finished while no sweep was there to stop it.
+    assert ends["finished"] >= states["COMPLETE"]
 
 
 def steps_of(folder, name):

@@ -495,9 +495,8 @@ def arrow_where_possible(rows: list[Any]) -> Any:
         dataset = datasets.Dataset.from_list(copy.copy(rows))
     except (pa.ArrowException, UnicodeEncodeError, AttributeError, TypeError, ValueError):
         return rows
-    return (
-        dataset if repr(without_nones(dataset[0])) == repr(without_nones(rows[0])) else rows
-    )  # Arrow may have changed the type of all rows
+    # Arrow may have changed the type of all rows.
+    return dataset if repr(without_nones(dataset[0])) == repr(without_nones(rows[0])) else rows
 
 
 @pytest.fixture

@@ -491,9 +491,8 @@ def timed_check(count, renderer, cache):
 
 def test_chat_rows_are_checked_fast(renderer, cache):
     """A twentieth of the bar: 100,000 rows of four turns checked, rendered and tokenised in two minutes."""
-    assert (
-        timed_check(5_000, renderer, cache)[1] < 120 / 20
-    )  # of this processor: other work on the machine does not count
+    # Of this processor: other work on the machine does not count.
+    assert timed_check(5_000, renderer, cache)[1] < 120 / 20
 
 
 @pytest.mark.trust

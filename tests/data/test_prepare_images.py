@@ -34,9 +34,8 @@ def row_of(*pictures, question="Which?", answer="This."):
     return {"images": [encoded(p) for p in pictures], "messages": messages}
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in FAMILIES if family != "paligemma"]
-)  # whose processor edits the text
+# Whose processor edits the text.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "paligemma"])
 def test_ids_equal_the_processors(family, tmp_path):
     rows = [row_of(TALL, WIDE), row_of(question="Nothing to see?"), row_of(WIDE, answer="That.")]
     dataset = prepared(rows, tmp_path, family=family)

@@ -27,9 +27,8 @@ class Completion:
     correction: list[float]
     keep: list[float]
     drawn: list[float]  # log-probs under the sampler
-    likeliest: list[
-        tuple[list[float], list[float]]
-    ]  # of the sampler's likeliest tokens, under the sampler and the policy
+    # Of the sampler's likeliest tokens, under the sampler and the policy.
+    likeliest: list[tuple[list[float], list[float]]]
 
 
 def values_of(metrics: Metrics) -> list[torch.Tensor]:

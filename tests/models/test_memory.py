@@ -161,9 +161,8 @@ def test_sharded_models_are_estimated():
 # ---- deciding -----------------------------------------------------------------------------------------------------------
 
 COST = ActivationCost({NONE: 1000 * KIB, SELECTIVE: 500 * KIB, FULL: 100 * KIB}, 4 * KIB, 36 * KIB)
-STATE = StateCost(
-    trained=GIB, masters=4 * GIB, sums=4 * GIB, head_chunks=GIB
-)  # 17 GiB with float32 moments, 9 with 8 bits
+# 17 GiB with float32 moments, 9 with 8 bits.
+STATE = StateCost(trained=GIB, masters=4 * GIB, sums=4 * GIB, head_chunks=GIB)
 TOKENS = 16384  # 16 GiB of activations if all are kept
 
 

@@ -210,9 +210,8 @@ def test_mean_ratio_on_the_support_of_a_truncated_draw_is_the_mass_that_was_kept
     ratio = (drawn.policy_logps - drawn.sampling_logps).exp()
     assert torch.allclose(ratio, mass, atol=1e-4)
     assert mass >= 0.8
-    on_support = truncated(logits, rule).log_softmax(-1)[
-        0, drawn.ids
-    ]  # the trainer's score, renormalised to the same support
+    # The trainer's score, renormalised to the same support.
+    on_support = truncated(logits, rule).log_softmax(-1)[0, drawn.ids]
     assert (on_support - drawn.sampling_logps).exp().mean().item() == pytest.approx(1.0, abs=1e-4)
 
 

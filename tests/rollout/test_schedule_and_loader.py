@@ -262,9 +262,8 @@ def test_pairs_stay_together_in_micro_batches_and_in_checkpoints():
 
     class Pairs(Written):
         def next_window(self):
-            return [
-                unit for place, unit in enumerate(super().next_window()) if place % 2 == 0
-            ]  # a pair for two samples
+            # A pair for two samples.
+            return [unit for place, unit in enumerate(super().next_window()) if place % 2 == 0]
 
     collator = Collator(("chosen", "rejected"), 0)
     first = RolloutLoader(Pairs(plan, unit_of=pair_of), plan, collator)

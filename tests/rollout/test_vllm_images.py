@@ -199,9 +199,8 @@ def test_images_are_sent_once_and_again_where_the_server_has_dropped_them(served
     params = SamplingParams(max_tokens=4)
     assert [done.error for done in generate(engine, asked, params)] == [None] * 10
     assert len(sent) == len(set(sent)) == 3
-    client._post(
-        "/shutdown", {"deadline_s": 0.0}, 5
-    )  # it is started again, without images, and this client believes they are there
+    # It is started again, without images, and this client believes they are there.
+    client._post("/shutdown", {"deadline_s": 0.0}, 5)
     eventually(lambda: engine.fleet.recoveries)
     assert [done.error for done in generate(engine, asked, params)] == [None] * 10
     assert len(sent) == 6

@@ -198,9 +198,8 @@ def test_a_stream_given_up_at_a_random_part_leaves_a_whole_version_or_none_and_t
         left[0] = rng.randrange(len(NAMES))
         begun, version = left[0], version + 1
         assert "Interrupted" in str(streamed(client, version, numbered(99)).error)
-        if (
-            begun
-        ):  # parts of it are in the engine, and the version before was streamed, too: nothing is left to go back to
+        # Parts of it are in the engine, and the version before was streamed, too: nothing is left to go back to.
+        if begun:
             with pytest.raises(
                 ServerRefused, match=r"No whole version of the weights is loaded: an update failed half way"
             ):

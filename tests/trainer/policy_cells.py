@@ -18,9 +18,8 @@ from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY_LOGPS, SAMPL
 from posttrain.trainer.policy_group_trainer import LIKELIEST
 from tests.losses.policy_oracle import naive_loss, token_batch
 
-Scored = tuple[
-    torch.Tensor, torch.Tensor
-]  # (n, V) log-probs where the trained tokens of a sample are predicted, the tokens
+# (n, V) log-probs where the trained tokens of a sample are predicted, the tokens.
+Scored = tuple[torch.Tensor, torch.Tensor]
 
 ROWS_WITHOUT_PROMPT_IN_COMMON = (5,)
 SHARED_OPTIONS = {"max_completion_length": 9, "reward_workers": 0, "rollout_engine": "transformers"}

@@ -282,9 +282,8 @@ def test_dppo_masks_what_has_left_the_sampler_s_neighbourhood(tmp_path, kind):
         "advantages/mean",
         "entropy",
     } <= first.keys()
-    assert first["advantages/std"] == pytest.approx(
-        (6 / 7) ** 0.5, abs=0.2
-    )  # eight of two groups, each of deviation 1 (or 0)
+    # Eight of two groups, each of deviation 1 (or 0).
+    assert first["advantages/std"] == pytest.approx((6 / 7) ** 0.5, abs=0.2)
     assert all((LIKELIEST in sample.per_token) == kind.startswith("topk") for sample in peek.windows[0])
 
 

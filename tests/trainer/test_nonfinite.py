@@ -140,9 +140,8 @@ def test_a_tiny_step_moves_a_master_and_would_not_move_a_bfloat16_weight():
     for _ in range(3000):
         weight.sum().backward()
         optimizer.step()
-    assert torch.equal(
-        weight.detach(), torch.full((4,), 0.99609375, dtype=torch.bfloat16)
-    )  # 0.996 rounded to its spacing
+    # 0.996 rounded to its spacing.
+    assert torch.equal(weight.detach(), torch.full((4,), 0.99609375, dtype=torch.bfloat16))
 
 
 def test_micro_batches_add_up_in_float32():

@@ -64,9 +64,8 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
 def test_reference_log_probs_can_be_computed_beforehand(method, family, tmp_path):
     """From images as the run shows them: those of other pictures under the same tokens would change the gradient."""
     rows = len(rows_of(method))
-    options = {
-        "train_sampling_strategy": "sequential"
-    }  # KTO's partners are the rows before, of the step or the dataset
+    # KTO's partners are the rows before, of the step or the dataset.
+    options = {"train_sampling_strategy": "sequential"}
     trainers = [trainer_of(method, family, tmp_path, precompute_ref_log_probs=k, **options) for k in (False, True)]
     for trainer in trainers:  # the reference stays behind
         torch.nn.init.normal_(

@@ -32,9 +32,8 @@ def test_training_images_are_drawn_anew_in_every_epoch_and_others_never(method, 
     first, second = _pixels(trainer, 0), _pixels(trainer, 1)
     assert first != plain
     assert first != second
-    assert [[*map(len, batch)] for batch in first] >= [
-        [*map(len, batch)] for batch in plain
-    ]  # rows show their own draws
+    # Rows show their own draws.
+    assert [[*map(len, batch)] for batch in first] >= [[*map(len, batch)] for batch in plain]
     assert _pixels(trainer, 0) == first
     assert _pixels(trainer, 1, dataloader_num_workers=2, dataloader_persistent_workers=True) == second
     trainer.args.dataloader_num_workers, trainer.args.dataloader_persistent_workers = 0, False

@@ -73,9 +73,8 @@ def train(
     """`fault`: see `faults.py`. `naive`: how the transform is seeded instead."""
 
     def run() -> None:
-        multiprocessing.set_start_method(
-            "fork", force=True
-        )  # as in a run from a shell: a child of a fork server would start another
+        # As in a run from a shell: a child of a fork server would start another.
+        multiprocessing.set_start_method("fork", force=True)
         if naive:
             Augmentation.__call__ = NAIVE[naive]
         faults.arm(fault)

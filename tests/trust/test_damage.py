@@ -115,9 +115,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(finished, co
     for number in range(count):
         rng = random.Random(number)
         folder = tmp_path / str(number)
-        runs.killed_at(
-            "sft", folder, runs.Instant("kill:forward:14")
-        )  # in step 7; the newest checkpoint is that of step 6
+        # In step 7; the newest checkpoint is that of step 6
+        runs.killed_at("sft", folder, runs.Instant("kill:forward:14"))
         newest = files.checkpoints(folder)[0]
         kind = rng.choice(list(DAMAGES))
         DAMAGES[kind](rng.choice(sorted(path for path in newest.iterdir() if path.is_file())), rng)

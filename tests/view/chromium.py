@@ -128,9 +128,8 @@ class Chromium:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                value = self.run(
-                    f"(() => {{ try {{ return {script}; }} catch {{ return false; }} }})()"
-                )  # a null, so far
+                # A null, so far.
+                value = self.run(f"(() => {{ try {{ return {script}; }} catch {{ return false; }} }})()")
             except PageError as error:  # a page that is just being loaded again has not done it yet
                 if "navigated" not in str(error):
                     raise

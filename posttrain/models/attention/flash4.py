@@ -74,9 +74,8 @@ def _arguments(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = (
-        x.contiguous() for x in (q, k, v)
-    )  # as they mostly are; it would copy some layouts, and results follow them
+    # As they mostly are. It copies some other layouts and keeps the rest, and its results are laid out like what it made of them.
+    q, k, v = (x.contiguous() for x in (q, k, v))
     return _kernels()._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(*how))[:2]
 
 

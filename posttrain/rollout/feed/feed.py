@@ -385,9 +385,8 @@ class Feed:
             self.windows, self.lead.value, self.lead.hardly = state["windows"], state["lead"], state["quiet"]
             if self.journal is None:
                 return
-            if (
-                self.pace.order != IN_ORDER
-            ):  # else what is next depends on no record, and each number begins in its turn
+            # In order, what is next depends on no record, and each number begins in its turn.
+            if self.pace.order != IN_ORDER:
                 self._taken_before = {k: taken for k, taken in self.journal.windows().items() if k[0] >= self.windows}
                 while self.ledger.begun <= max(self.journal.places, default=-1):
                     self.ledger.begin(self.step)

@@ -22,9 +22,8 @@ from posttrain.rollout.feed.pacing import IN_ORDER, Lead, Pace
 class Parts:
     """What a run is made of, in seconds."""
 
-    group: Callable[
-        [int], float
-    ]  # of the group of a number, from its beginning to its last reward, if nobody else needs the engine
+    # of the group of a number, from its beginning to its last reward, if no other needs the engine
+    group: Callable[[int], float]
     update: float  # of all optimizer steps of a window, and of what is done between them
     engine: float = 0.0  # of all engines together, for a group: they write no faster than this
 

@@ -51,9 +51,8 @@ class VLLMOptions:
     eager: bool = False
     seed: int = 0
     images: int = 0  # most in a prompt; 0: it is shown none
-    image_options: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the image processor, for all that is measured at the start
+    # of the image processor, for all that is measured at the start
+    image_options: dict[str, Any] = field(default_factory=dict)
     shared_folder: Path | None = None  # through which weights reach worker processes; None: this user's in /dev/shm
     more: dict[str, Any] = field(default_factory=dict)  # further fields of vLLM's EngineArgs
 
@@ -255,9 +254,8 @@ class VLLMEngine:
         done = bool(self._engine.reset_prefix_cache(reset_running_requests=running))
         if images and self.info.images:
             self._engine.reset_encoder_cache()
-            if (
-                not running
-            ):  # pixels, which no weights have touched; without those that it waits for a running request would fail
+            # Pixels, which no weights have touched: a running request that still waits for some would fail without them.
+            if not running:
                 self._engine.reset_mm_cache()
         return done
 

@@ -326,9 +326,8 @@ class NativeSession:
         self.sampler = engine.sampler(params)
         if engine.use_graphs and graphs is not None:
             graphs.begin(self.sampler)
-        has_masks = (
-            self.grammar is not None or self.sampler.seen is not None
-        )  # of each row, another one after each token
+        # A mask of allowed tokens or penalties changes with every token, and lines of drafts have those of their row.
+        has_masks = self.grammar is not None or self.sampler.seen is not None
         self.drafting = engine.drafting if graphs is not None and not has_masks else None
         if self.drafting is not None and engine.use_graphs:
             self.drafting[1].begin(self.sampler)

@@ -310,9 +310,8 @@ class ServedVLLM:
         self, sequences: Sequence[np.ndarray]
     ) -> list[tuple[list[np.ndarray], Callable[[int], list[str]] | None]]:
         """For a sync probe: the scores of every server that is up, and a function that compares all tensors."""
-        compared: list[Callable[[int], list[str]] | None] = [
-            self.differing_tensors
-        ]  # one version was sent to all of them
+        # Tensors of the first one only: one version was sent to all of them.
+        compared: list[Callable[[int], list[str]] | None] = [self.differing_tensors]
         version, scored = self.fleet.target.version, self.scores_by_server(sequences).values()
         self.fleet.remember_scores(sequences, next(iter(scored)), version)
         return list(zip(scored, compared + [None] * (len(scored) - 1)))
