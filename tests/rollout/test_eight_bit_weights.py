@@ -167,6 +167,7 @@ def test_compiled_layers_run_uncompiled_and_stay_compiled():
     calls = [module._compiled_call_impl for module in compiled]
     torch._dynamo.utils.counters.clear()
     found = generate(NativeEngine(model, weight_dtype=FP8), asked, SEEDED)
+    assert not torch._dynamo.utils.counters["stats"]  # nothing was compiled
     assert texts(found) == texts(wanted)
     assert [module._compiled_call_impl for module in compiled] == calls
     assert len(calls) == 2

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.models.layers import fp8
 from posttrain.models.load.adapters import is_peft_model, is_quantized
 from posttrain.models.triton_support import runs_triton
+from posttrain.rollout.engines.native.probe import uncompiled
 
 
 def why_not(model: nn.Module, innermost: nn.Module) -> str | None:
@@ -53,7 +54,7 @@ class EightBitWeights:
             self._round()
             self._version = version
         with ExitStack() as stack:
-            stack.enter_context(_uncompiled(self._innermost))
+            stack.enter_context(uncompiled(self._innermost))
             for layer, kept in self._kept.items():
                 layer.forward = functools.partial(_forward, layer.bias, kept)
                 stack.callback(delattr, layer, "forward")
@@ -85,16 +86,3 @@ def _forward(bias: Tensor | None, weight: fp8.Scaled, hidden: Tensor) -> Tensor:
     output = fp8.scaled_product(_scaled(hidden.flatten(0, -2)), weight, hidden.dtype)
     output = output if bias is None else output + bias
     return output.view(*hidden.shape[:-1], len(weight[0]))
-
-
-@contextmanager
-def _uncompiled(innermost: nn.Module) -> Iterator[None]:
-    """Compiled layers have their products inside, and would be compiled again: here they run as they are written."""
-    compiled = {module: module._compiled_call_impl for module in innermost.modules() if module._compiled_call_impl}
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call

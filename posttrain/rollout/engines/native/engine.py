@@ -46,7 +46,7 @@ STATES_SHARE = 0.15
 """Of free memory that the states of recurrences may take; while rows change there are two of each, and prefixes have theirs."""
 DENSE_SHARE = 0.5
 """Of the memory for pages, that a CPU may take besides for rows side by side."""
-SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
+SHAPE_TOKENS = 21
 LONGEST_CONTEXT = 131072
 """Where a family sets no bound."""
 
@@ -236,7 +236,7 @@ class NativeEngine:
         ids = torch.arange(1, 1 + SHAPE_TOKENS, device=self.device)
         bounds = torch.tensor([0, SHAPE_TOKENS], dtype=torch.int32, device=self.device)
         reader = ShapeReader(Segments(bounds, SHAPE_TOKENS), innermost.config)
-        with inference(self.device), probe.cached_attention(innermost):
+        with inference(self.device), probe.cached_attention(innermost), probe.uncompiled(innermost):
             program.hidden(ids[None], ids[None] - 1, reader)
         if not reader.shapes:
             raise NotImplementedError("no layer attends to keys and values that are kept for it")

@@ -27,6 +27,19 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @contextmanager
+def uncompiled(innermost: nn.Module) -> Iterator[None]:
+    """Compiled layers run as they are written: they would be compiled for whatever is different inside of the block."""
+    compiled = {module: module._compiled_call_impl for module in innermost.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+@contextmanager
 def cached_attention(innermost: nn.Module) -> Iterator[None]:
     """The model attends through `models/attention` inside of the block; a model that does so already is left alone."""
     before = innermost.config._attn_implementation
