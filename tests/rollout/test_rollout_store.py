@@ -250,16 +250,15 @@ def test_another_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 
 
 def test_a_usual_step_costs_training_almost_nothing(tmp_path):
-    """256 rollouts of 512 tokens: handing over is what training pays. The bound is loose, for busy machines."""
+    """256 rollouts of 512 tokens: handing over is what training pays. In processor time, whatever else runs."""
     records = [record_of(a_rollout(number, tokens=512), 0.0) for number in range(256)]
     with RolloutStore(tmp_path) as store:
-        began = time.perf_counter()
+        began, all_began = time.thread_time(), time.process_time()
         store.write(1, records)
-        handed_over = time.perf_counter() - began
+        handed_over = time.thread_time() - began
         store.flush()
-        whole = time.perf_counter() - began
-    assert handed_over < 0.05
-    assert whole < 5
+        whole = time.process_time() - all_began
+    assert handed_over < whole / 5
     assert len(read_rollouts(tmp_path)) == 256
 
 
