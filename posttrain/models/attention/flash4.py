@@ -4,7 +4,8 @@ torch's varlen kernel.
 Its two functions have the arguments and results of torch's kernel, ragged and with the log-sum-exp of each query's scores. They are
 operators here, so that selective checkpointing keeps the result of the forward and compiled layers contain it. A variant (shape of
 heads, causal or not, with a window, soft-capped) is used after its answers and gradients have been compared with the formula's on
-this device, from the length of segments on at which it has been measured to be faster.
+this device. The plain causal variant of those heads is timed against torch's kernel, and all but soft-capped ones, which torch's
+does not know, are used from the length of segments on at which it was faster.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _decision(variant: Variant, device: torch.device) -> Decision:
                 return _decision(usual, device)
             return Decision(alone_in_a_thread(lambda: _gains(variant, device), device))
     except Exception as error:  # kernels compiled at run time may fail in any way of their own; torch's runs
-        logger.warning(f"FlashAttention 4 failed for {variant}.", exc_info=True)
+        logger.info(f"FlashAttention 4 failed for {variant}.", exc_info=True)  # the sentence is a note of the run
         return Decision({}, f"could not be run ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
 
 

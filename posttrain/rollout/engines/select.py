@@ -24,10 +24,11 @@ def _native(
     if reason is None:
         return engine
     if engine.rounds:
-        name = "rollout_kv_dtype" if engine.rounds_cache else "rollout_weight_dtype"
+        set_ones = {"rollout_kv_dtype": engine.rounds_cache, "rollout_weight_dtype": engine.rounds_weights}
+        names = " and ".join(f"`{name}`" for name, is_set in set_ones.items() if is_set)
         raise ValueError(
-            f"`{name}` is {FP8!r}, which is of the native engine, and that does not run {type(engine.innermost).__name__}: "
-            f"{reason}. Leave `{name}` out."
+            f"{names} asked for {FP8!r}, which is of the native engine, and that does not run {type(engine.innermost).__name__}: "
+            f"{reason}. Leave {names} out."
         )
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
     shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture", "pixels")}
