@@ -90,7 +90,7 @@ def test_half_a_head_is_waited_for_so_long_and_no_longer(serve):
 
         dripping = asyncio.ensure_future(drip())
         for reader in (silent, half, slow, again):
-            assert await seconds_until_closed(reader) < 1.0
+            assert await seconds_until_closed(reader) < 10  # the trickle goes on for 17
         for writer in (first, second):  # kept until here: a writer that nobody keeps is closed
             writer.close()
         dripping.cancel()
@@ -128,7 +128,7 @@ def test_when_all_connections_are_taken_the_oldest_that_waits_makes_room(serve):
             assert (await answered(reader))[0] == 200
             writer.close()
         for reader, _ in half[:20]:
-            assert await seconds_until_closed(reader) < 0.5
+            assert await seconds_until_closed(reader) < 10  # not the 30 that it may wait
         assert (await answered(working))[0] == 200
         kept.close()
 
