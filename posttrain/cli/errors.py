@@ -25,7 +25,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def as_usage_error(step: Callable[[], T]) -> T:
-    """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
+    """`step()`, where a ValueError (or alike) of our own is a sentence for the user; that of other code keeps its traceback."""
     try:
         return step()
     except json.JSONDecodeError as error:

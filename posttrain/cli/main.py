@@ -39,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"\nposttrain {words[0]}: {str(error) or 'stopped by Control-C'}.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `posttrain ... | head`: nobody reads on
+    except BrokenPipeError:  # `posttrain ... | head`: the reader is gone
         sys.stderr.close()
         return 1
 

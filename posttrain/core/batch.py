@@ -190,7 +190,7 @@ class TokenBatch:
 
     @property
     def num_samples(self) -> int:
-        return len(self.rows) if self.num_units else 0  # the lone token of an empty batch is nobody's sample
+        return len(self.rows) if self.num_units else 0  # the lone token of an empty batch belongs to no sample
 
     def samples_of_tokens(self) -> Tensor:
         """(1, width) float32, of a batch that is one row: how many samples have each token; 0 for filling, and 1 for the lone token

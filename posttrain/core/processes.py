@@ -45,7 +45,7 @@ def naming_lost_processes() -> Iterator[None]:
 class RollCall:
     """For processes of which each waits for something of its own, perhaps for hours.
 
-    In a collective those that have it already would be ended by its watchdog, and nobody would miss a process that has died. So
+    In a collective those that have it already would be ended by its watchdog, and a process that has died would not be missed. So
     every few seconds each says to the first whether it still waits, and the first tells all of them who is missing.
     """
 

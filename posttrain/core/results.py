@@ -53,7 +53,7 @@ class LossTerm:
         if entries in (SUMMED, "batch"):
             expected, fits = "()", self.values.numel() == 1
         else:
-            # An empty batch has a lone token that is nobody's sample; numbers about it are allowed and are not counted.
+            # An empty batch has a lone token that belongs to no sample; numbers about it are allowed and are not counted.
             sizes = {"token": batch.num_trained, "sequence": len(batch.counts), "unit": batch.num_units}
             size = sizes[entries.partition(":")[0]]
             expected, fits = f"({size},)", self.values.shape == (size,)

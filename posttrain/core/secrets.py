@@ -137,7 +137,7 @@ def _mapped(value: Any, change: Callable[[str], str], names: tuple[str, ...] = (
 
 
 def published(value: Any) -> Any:
-    """The same tree for everyone to read: no secret, and of a local path its last part and a digest of the whole, so that another
+    """The same tree as it may be published: no secret, and of a local path its last part and a digest of the whole, so that another
     path is still another one."""
     known = known_secrets(value) | of_environment()
     return _mapped(value, cache(lambda text: last_parts(_without(text, known), digest=True)))

@@ -181,7 +181,7 @@ def collate(
     """Lay the samples of all units out for one forward pass. `twins`: padding and pixels of theirs, where not the same.
 
     Position `t` of a sample predicts its token `t + 1`, so the number that a Sample keeps at a trained token `t` lands in
-    the batch at the entry whose position is `t - 1`. A process that got no row sends one token that nobody trains on:
+    the batch at the entry whose position is `t - 1`. A process that got no row sends one token that is not trained on:
     a (1, 0) batch breaks attention kernels, and a process that skips its forward pass breaks collectives.
     """
     samples = [sample for unit in units for sample in unit] or [Sample([pad_token_id], [False])]
@@ -357,7 +357,7 @@ def _one_row(
     multiple: int | None,
     prefixes: SharedPrefixes | None = None,
 ) -> _Plan:
-    """Filling up to a multiple adds a last segment that nobody attends to."""
+    """Filling up to a multiple adds a last segment that no other attends to."""
     tokens = sum(segments)
     width = _filled(tokens, multiple)
     return _Plan((1, width), runs, run_lengths, segments if width == tokens else [*segments, width - tokens], prefixes)

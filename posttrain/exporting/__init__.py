@@ -1,1 +1,1 @@
-"""A trained model in other people's formats, compared with what was trained before anybody gets it."""
+"""A trained model in other people's formats, compared with what was trained before it is handed out."""

@@ -2,7 +2,7 @@
 
 Rewards are (N, K), one row for each completion and one column for each reward function, NaN where a function has no
 opinion. `groups` is (N,) integers: completions of one prompt share a number; groups may be of any size, in any order.
-A completion that takes no part (masked, or without any opinion) has a NaN reward here: it is in nobody's statistics and
+A completion that takes no part (masked, or without any opinion) has a NaN reward here: it is in no statistics and
 its own advantage is 0. Where all rewards that a completion is compared with are equal, its advantage is exactly 0 and
 not the rounding error of a mean: an optimizer such as Adam would blow that error up to a full step.
 """
@@ -33,8 +33,8 @@ def group_normalised(
 ) -> Tensor:
     """GRPO, arXiv:2402.03300 section 4.1.2: A = (r - mean of its group) / (std + epsilon), with the sample std (`ddof` 1).
 
-    `scale` says whose std: that of the "group", of the whole "batch" (arXiv:2508.08221), or of nobody: "none" leaves the
-    difference as it is (Dr. GRPO, arXiv:2503.20783). (N,) rewards -> (N,) advantages.
+    `scale` says whose std: that of the "group", of the whole "batch" (arXiv:2508.08221), or that of nothing: "none" leaves
+    the difference as it is (Dr. GRPO, arXiv:2503.20783). (N,) rewards -> (N,) advantages.
     """
     if scale not in REWARD_SCALES:
         raise ValueError(f"scale_rewards {scale!r} is unknown; take one of {', '.join(REWARD_SCALES)}.")
@@ -65,7 +65,7 @@ def normalised_then_summed(
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """RLOO, arXiv:2402.14740: A_i = r_i - mean of the others' rewards in its group = n / (n - 1) (r_i - mean).
 
-    n counts the members that have a reward; alone, there is nobody to compare with and A = 0. (N,) -> (N,).
+    n counts the members that have a reward; alone, there is nothing to compare with and A = 0. (N,) -> (N,).
     """
     table = _Groups.of(rewards, groups)
     sizes = table.sizes[table.index]

@@ -233,7 +233,7 @@ def dppo(
 
     M = 0 where a step would lead the policy further away from the sampler than it may be: A > 0, p > mu and D > epsilon_high,
     or A <= 0, p < mu and D > epsilon. D is a divergence of the two distributions (TRUST_DIVERGENCES). `epsilon` is 0.15 for a
-    total variation and 0.05 for a KL where it is not given. A token that nobody knows the mu of has the old policy's, and M = 1.
+    total variation and 0.05 for a KL where it is not given. A token of unknown mu has the old policy's, and M = 1.
     """
     if divergence_type not in TRUST_DIVERGENCES:
         raise ValueError(f"divergence_type {divergence_type!r} is unknown; take one of {', '.join(TRUST_DIVERGENCES)}.")
@@ -261,7 +261,7 @@ def dppo(
 
 
 def trust_radius(divergence_type: str) -> float:
-    """How far the policy may be from the sampler where nobody says it."""
+    """How far the policy may be from the sampler, by default."""
     return 0.15 if divergence_type.endswith("tv") else 0.05
 
 

@@ -26,7 +26,7 @@ class Unpaired:
     def of(cls, batch: TokenBatch, policy_logps: Tensor, reference_logps: Tensor) -> Unpaired:
         """From the (N,) log-probs of a batch whose samples have a `label`."""
         policy, reference = (batch.sequence_sum(logps) for logps in (policy_logps, reference_logps))
-        units = slice(batch.num_units)  # an empty batch holds a filler that is nobody's sample and has no label
+        units = slice(batch.num_units)  # an empty batch holds a filler that belongs to no sample and has no label
         labels = batch.scalars.get("label", policy)
         return cls(policy[units], reference[units], labels[units] > 0.5)
 

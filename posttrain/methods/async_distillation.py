@@ -69,7 +69,7 @@ class AsyncDistillationConfig(TrlAsyncConfig, TeacherServerConfig, NoRewardsConf
 
 
 class WorkersTeacher:
-    """Of a `rollout_worker`, which asks it: here nobody does."""
+    """Of a `rollout_worker`, which asks it: it is not asked here."""
 
     name, words = "the teacher of `rollout_worker`", None
 

@@ -190,7 +190,7 @@ class NashMDTrainer(ComparedTrainer):
         self, batch: TokenBatch, logps: Tensor, ratios: Tensor, advantages: Tensor, beta: float
     ) -> dict[str, Tensor]:
         """Under TRL's names: `chosen` is the policy and its completion, `rejected` the mixture's, or the reference."""
-        real = slice(batch.num_samples)  # an empty batch holds a token that is nobody's
+        real = slice(batch.num_samples)  # an empty batch holds a token that belongs to no sample
         said, divergence, score = (batch.sequence_sum(x)[real] for x in (logps, ratios, advantages * logps))
         found = {
             "loss/score": score,

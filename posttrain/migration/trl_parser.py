@@ -73,7 +73,7 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """The dataclasses; with `return_remaining_strings` also the words that nobody knows, those of the file first.
+        """The dataclasses; with `return_remaining_strings` also the words that are not known, those of the file first.
 
         With `separate_remaining_strings` the file's and the command line's are two lists.
         """
@@ -91,7 +91,7 @@ class TrlParser(HfArgumentParser):
         found = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
         if not return_remaining_strings:
             if from_file and fail_with_unknown_args:
-                raise ValueError(f"The file of options has keys that nobody reads: {' '.join(from_file)}.")
+                raise ValueError(f"The file of options has keys that no dataclass has: {' '.join(from_file)}.")
             return tuple(found)
         *parsed, rest = found
         if separate_remaining_strings:

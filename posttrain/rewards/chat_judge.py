@@ -171,7 +171,7 @@ class ChatJudge(ScoringJudge):
         temperature: float = 1.0,
         seconds: float | None = None,
     ) -> list[Verdict]:
-        """Two completions that are the same text are a tie, of which nobody is asked."""
+        """Two completions that are the same text are a tie, and the judge is not asked."""
         pairs = [tuple(map(plain_lines, pair)) for pair in checked_pairs(prompts, completions)]
         questions: list[tuple[int, bool]] = []  # (pair, whether its second completion is shown first)
         for place, (prompt, first, second) in enumerate(pairs):

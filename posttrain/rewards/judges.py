@@ -286,7 +286,7 @@ ALONE = "it is the only completion of its prompt that can be judged, and a judge
 
 
 def _decided(answer: Any, allowed: tuple[float, ...] | None, falling: bool = False) -> Verdict:
-    """The answer of somebody's judge; `allowed` None: any probability. `falling`: 0 is the first and so the better."""
+    """The answer of a user's judge; `allowed` None: any probability. `falling`: 0 is the first and so the better."""
     try:
         value = number_of(answer)
     except InvalidValue as error:
@@ -312,7 +312,7 @@ class _Beside:
         from concurrent.futures import Future
 
         outcome: Future[list[float | None]] = Future()
-        outcome.set_running_or_notify_cancel()  # from here on it gets its result, whether or not somebody still waits for it
+        outcome.set_running_or_notify_cancel()  # from here on it gets its result, whether or not it is still waited for
 
         def run() -> None:
             try:

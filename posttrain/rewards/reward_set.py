@@ -100,7 +100,7 @@ class RewardSet:
         watch: bool = True,
         may_be_empty: bool = False,
     ) -> None:
-        """`may_be_empty`: for methods that need no reward; everybody's values are then (N, 0)."""
+        """`may_be_empty`: for methods that need no reward; the values are then (N, 0)."""
         rewards = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
         if tokenizers is None:
             tokenizers = [None] * len(rewards)

@@ -58,7 +58,7 @@ class PromptRow:
         return self.images if self.answer is None else self.answer.images
 
     def carrying(self, carried: Callable[[Sequence[ImageSpan]], tuple[ImageSpan, ...]], looks: bool) -> PromptRow:
-        """For an engine in a process without the dataset. Others than the engine are shown pictures only where somebody `looks`."""
+        """For an engine in a process without the dataset. Others are shown pictures only where one of them `looks`."""
         if not self.images and not self.pictures:
             return self
         images = carried(self.images)

@@ -216,7 +216,7 @@ class RolloutSource:
 
 
 class FedSource(RolloutSource):
-    """Windows of groups that somebody writes ahead (`rollout/feed`); what is compared and scored is so when a window is taken."""
+    """Windows of groups that are written ahead (`rollout/feed`); what is compared and scored is so when a window is taken."""
 
     def __init__(self, *given: Any, groups: WindowsOfGroups, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -1,7 +1,7 @@
 """The token that every route asks for (`app.Gate`): where it is from, and who may read it.
 
 A server that was given no token draws one and leaves it in a file that only its user can read, under the number of its port:
-trainers of the same user on the same machine find it there, and nobody else does.
+trainers of the same user on the same machine find it there, and no other user can read it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_token(port: int) -> str:
 
 
 def read_token_file(path: Path) -> str:
-    """The token in a file of this user's (or root's) that nobody else can read."""
+    """The token in a file of this user's (or root's) that no other user can read."""
     try:
         with open(path, encoding="ascii") as file:
             found = os.fstat(file.fileno())

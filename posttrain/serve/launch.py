@@ -30,7 +30,7 @@ REFUSED, START_FAILED, START_TOO_SLOW, PARENT_GONE = 2, 3, 4, 5
 """Exit statuses."""
 PARENT_SECONDS = 0.5
 CLOSED_BYTES = 1 << 12
-"""Of an image, where none is taken: nobody is to fill the memory with bodies that are refused."""
+"""Of an image, where none is taken: bodies that are refused must not fill the memory."""
 OTHER_BODIES_BYTES = 2 << 30
 """Besides those of parts of weights; prompts above that wait at the trainer, which asks again."""
 

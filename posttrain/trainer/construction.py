@@ -143,7 +143,7 @@ def _shown_images(
 
 
 def _by_conventions(model: Any, config: dict[str, Any], processor: Any, args: ImageConfig) -> tuple[Renderer, Vision]:
-    """Of a model of a family that nobody has looked at. What it is shown is tried when it is loaded."""
+    """Of a model of a family that is in no table. What it is shown is tried when it is loaded."""
     if not isinstance(model, nn.Module):
         options = {"model_init_kwargs": args.model_init_kwargs or {}, "trust_remote_code": args.trust_remote_code}
         model = model_without_weights(model, LoadOptions(**options))

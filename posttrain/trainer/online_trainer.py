@@ -196,7 +196,7 @@ class OnlineTrainer(BaseTrainer):
         return self.author_of(request)
 
     def authors(self) -> set[str]:
-        """Everybody whom `author_of` may name: those whom it names for the samples of a prompt, where only they decide."""
+        """Every author that `author_of` may name: those that it names for the samples of a prompt, where only they decide."""
         samples = range(max(self.args.num_generations, self.args.num_generations_eval or 0))
         return {self.author_of(Request(row=0, number=0, sample=sample)) for sample in samples}
 
@@ -335,7 +335,7 @@ class OnlineTrainer(BaseTrainer):
             return None
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         lengths = [getattr(rows, "longest", None) for rows in (self.train_dataset, *evaluated) if rows is not None]
-        known = self.agents is None and None not in lengths  # nobody knows what tools will say, or a stream
+        known = self.agents is None and None not in lengths  # what tools or a stream will say is not known
         longest = max(lengths) + self.args.max_completion_length if known else None
         trains_vision = bool(self.vision.trained_parameters(innermost_model(self.model)))
         sync = ImageSync(image_probe(self.vision, self.renderer).one, self._write_own_logps)

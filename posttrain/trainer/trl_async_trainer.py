@@ -45,8 +45,9 @@ class TrlAsyncTrainer(OnlineTrainer):
         self.rollout_worker, self.weight_transfer = rollout_worker, weight_transfer
         if (rollout_worker is None) != (weight_transfer is None):
             raise ValueError(
-                "`rollout_worker` and `weight_transfer` belong together: our own worker is sent its weights by us, and another's "
-                "by nobody. Give both (a `weight_transfer` may do nothing, where the worker finds its weights itself), or neither."
+                "`rollout_worker` and `weight_transfer` belong together: our own worker is sent its weights by us, and another "
+                "one by its own `weight_transfer`. Give both (a `weight_transfer` may do nothing, where the worker finds its "
+                "weights itself), or neither."
             )
         if rollout_worker is not None:
             self._hand_over(args)

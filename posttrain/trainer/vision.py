@@ -100,7 +100,7 @@ class Vision:
         """Let pixels be made of a dataset's images."""
         prepared = getattr(prepared, "samples", prepared)  # of a packed one
         store = getattr(prepared, "store", None)
-        has_images = len(store.spans) > 0 if store is not None else True  # nobody knows what a stream will bring
+        has_images = len(store.spans) > 0 if store is not None else True  # what a stream will bring is not known
         if has_images:
             self.datasets_with_images.append(name)
         if store is None:

@@ -49,7 +49,7 @@ def read_whole(index: RolloutIndex, seconds: float, mismatch: bool = False) -> N
 
 
 def refuse_unreadable(index: RolloutIndex) -> None:
-    """Rollouts that nobody can read cannot be found, or compared with others of their group."""
+    """Rollouts that cannot be read cannot be found, or compared with others of their group."""
     unreadable = index.progress.unreadable
     for name, reason in unreadable.items():
         raise ViewError(

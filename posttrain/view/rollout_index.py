@@ -28,7 +28,7 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError)
 BATCH_FILES, COMPARED_FILES = 64, 8
 """Read before what they say is shown, and compared before the next look for new ones."""
 IDLE_SECONDS = 60.0
-"""After so long without anybody asking, the thread ends; the next question starts another."""
+"""After so long without a request, the thread ends; the next request starts another."""
 SECONDS_TO_CLOSE = 10.0
 SETTINGS = {
     "enable_external_access": "false",  # files are read by pyarrow, which verifies their checksums; SQL reaches none

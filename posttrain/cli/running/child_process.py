@@ -43,7 +43,7 @@ def run_child(command: list[str], watch: Callable[[], bool] | None = None, **pop
     `watch` is called every second; once it is true the child gets SIGTERM, with which a run saves and exits.
 
     `subprocess.run` gives a child a quarter of a second after Control-C and then kills it, which no checkpoint survives and
-    which leaves torchrun's workers without anybody to end them. The child is in a session of its own: what is typed at the
+    which leaves torchrun's workers with nothing to end them. The child is in a session of its own: what is typed at the
     terminal reaches this process alone, so that it arrives below exactly once (a second signal makes a run leave unsaved).
     """
     child = _Child()
@@ -147,7 +147,7 @@ class _Child:
 
 
 def _wait_until_ended(processes: Iterable[psutil.Process], seconds: float = math.inf) -> None:
-    """A zombie has ended: where nobody reaps orphans (a container without an init process), it stays a zombie."""
+    """A zombie has ended: where orphans are not reaped (a container without an init process), it stays a zombie."""
     deadline = time.monotonic() + seconds
     while any(map(_is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -45,7 +45,7 @@ def image_root(config: RunConfig) -> str | None:
 
 
 def folder_of(data: str) -> str:
-    """A file that somebody else wrote must not open any file of this machine. What a dataset of the Hub names lies in the cache of
+    """A file from elsewhere must not open any file of this machine. What a dataset of the Hub names lies in the cache of
     downloads, if anywhere."""
     import datasets
 
@@ -56,7 +56,7 @@ def folder_of(data: str) -> str:
 
 
 def _refuse_idle_evaluation(config: RunConfig) -> None:
-    """Rows to evaluate on, in a run that never evaluates, are a mistake: nobody would look at them.
+    """Rows to evaluate on, in a run that never evaluates, are a mistake: they would not be read.
 
     `do_eval` alone evaluates nothing, here as in transformers. One case is only warned of: `test_split_size` beside `datasets`,
     which TRL takes in silence with `eval_strategy: "no"` too (it holds the rows out). Its files have to go on training, and on the

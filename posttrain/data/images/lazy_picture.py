@@ -1,4 +1,4 @@
-"""LazyPicture: an image for somebody else's function, opened where it is looked at.
+"""LazyPicture: an image for a user's function, opened where it is looked at.
 
 Pickled it is its undecoded bytes, and what comes out in the other process is a PIL image whose header was read. It needs Pillow
 alone: workers of rewards import this module.
@@ -16,7 +16,7 @@ from posttrain.data.images.strict_pillow import opened
 
 
 class LazyPicture:
-    """`read` gives undecoded bytes, or a picture that came decoded; it is called when somebody looks, and once."""
+    """`read` gives undecoded bytes, or a picture that came decoded; it is called at the first look, and once."""
 
     def __init__(self, read: Callable[[], bytes | Image.Image]) -> None:
         self._read = read

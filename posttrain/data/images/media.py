@@ -1,4 +1,4 @@
-"""MediaFolder: pictures that nobody can be asked for again, kept beside a run's checkpoints under their keys.
+"""MediaFolder: pictures that no source can give again, kept beside a run's checkpoints under their keys.
 
 Tools draw some, others came with a row of a stream. What is kept is what the model was shown, without loss.
 """
@@ -76,7 +76,7 @@ class MediaFolder:
         return iter([plain]) if plain.exists() else self.path.glob(f"{key.hex()}-*.png")
 
     def picture(self, key: bytes) -> LazyPicture:
-        """For somebody else's function."""
+        """For a user's function."""
         return LazyPicture(self._file(key).read_bytes)
 
     def _file(self, key: bytes) -> Path:

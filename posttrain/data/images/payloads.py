@@ -1,6 +1,6 @@
 """What a row has for an image -> a picture, bytes, or a file that may be opened.
 
-A dataset is somebody else's text: nothing that it names is opened or fetched unless `ImageLimits` allow it.
+A dataset is text from elsewhere: nothing that it names is opened or fetched unless `ImageLimits` allow it.
 """
 
 from __future__ import annotations

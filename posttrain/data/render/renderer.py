@@ -1,7 +1,7 @@
 """Renderer: conversations or plain text -> token ids and the exact mask of trained tokens; token ids -> message.
 
-The template is the tokenizer's own and is never edited. Where nobody's text holds the text of a control token, the ids are
-those of `tokenizer.apply_chat_template`, and with images those of the processor; where somebody's does, that text becomes
+The template is the tokenizer's own and is never edited. Where no text of a message is that of a control token, the ids are
+those of `tokenizer.apply_chat_template`, and with images those of the processor; where one is, that text becomes
 ordinary tokens (see special_tokens). What stands for images is never trained, unless asked for (see image_text).
 Which characters are trained is read off marked renders (see marks and provenance).
 """
@@ -213,7 +213,7 @@ class Renderer:
             )
         except TemplateLimit as error:
             raise RenderError(f"The chat template is not run to its end: {error}.") from error
-        except Exception as error:  # a template is a program of somebody else's and may raise anything
+        except Exception as error:  # a template is a program of its own and may raise anything
             as_texts = with_text_arguments(messages) if isinstance(error, TypeError) else None
             if as_texts is not None:  # some templates add the arguments of tool calls to a text
                 return self._render(as_texts, tools, template_kwargs, add_generation_prompt)
@@ -265,7 +265,7 @@ class Renderer:
         try:
             return self._provenance.mark(chat, text, trained_messages, add_generation_prompt)
         except RenderError:
-            # Without a mask to find, marks only tell whose the control tokens are: no matter where nobody could have one.
+            # Without a mask to find, marks only tell whose the control tokens are: no matter where there can be none.
             data = (chat.messages, chat.tools, chat.template_kwargs)
             if must_succeed or _any_string(data, self._control.may_arise_from):
                 raise

@@ -163,7 +163,7 @@ def with_whole_cache(load: Callable[[], AnyDataset]) -> AnyDataset:
 
 
 def _cache_files(dataset: AnyDataset) -> list[Path]:
-    """Arrow files in the cache of `datasets`; a dataset that somebody saved elsewhere is a source itself."""
+    """Arrow files in the cache of `datasets`; a dataset that was saved elsewhere is a source itself."""
     cache = Path(datasets.config.HF_DATASETS_CACHE).resolve()
     paths = [Path(file["filename"]).resolve() for file in getattr(dataset, "cache_files", None) or []]
     return [path for path in paths if path.is_relative_to(cache)]

@@ -3,8 +3,8 @@
 Helpers are fresh processes (`python -m posttrain.data.store.part_workers`), not forks: a process that has loaded data or a model
 has threads, whose locks a fork would inherit and never see released. A helper needs two seconds to start, in which this process
 builds parts already. What it is to do travels by value through a file without a name, so that scripts without a main guard and
-notebooks work. Two pipes do the rest: one holds the numbers of the parts nobody has taken, the other brings the numbers of those
-that are done. Reads and writes of four bytes are whole, so there is no lock that a killed process could keep.
+notebooks work. Two pipes do the rest: one holds the numbers of the parts that are not taken yet, the other brings those of the
+parts that are done. Reads and writes of four bytes are whole, so there is no lock that a killed process could keep.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Helper:
 
 
 def main() -> None:
-    """Build parts until none is left, or nobody is there who wants them."""
+    """Build parts until none is left, or the process that wants them is gone."""
     parent, work, tickets, done = map(int, sys.argv[1:5])
     error = Path(sys.argv[5])
     code = NOT_LOADED
@@ -181,7 +181,7 @@ def _unpacked(work: int) -> Callable[[int], None]:
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
     """The collector of cycles looks through new objects only: imported libraries hold a million, and rows wake it often."""
-    if gc.get_freeze_count():  # somebody else's doing, which unfreezing would undo
+    if gc.get_freeze_count():  # frozen by other code, which unfreezing would undo
         yield
         return
     gc.freeze()

@@ -52,7 +52,7 @@ class PreparedStream(torch.utils.data.IterableDataset):
         name: str = "train",
     ) -> None:
         if options.image_limits is not None:
-            # Nobody knows how many images will come; each is decoded soon anyway.
+            # How many images will come is not known; each is decoded soon anyway.
             options = replace(options, image_limits=options.image_limits.for_images(sys.maxsize))
         if dataset.features is not None and without_decoding(dataset.features) is not None:
             dataset = dataset.decode(False)

@@ -2,7 +2,7 @@
 
 A model follows transformers' conventions where its processor writes for each picture a text in which a placeholder stands once for
 every feature, and returns with it nothing but arguments of the image encoder. Whatever else a processor returns (types of tokens,
-positions) decides something about the text's attention that nobody here knows, and is refused by name.
+positions) decides something about the text's attention that is not known here, and is refused by name.
 """
 
 from __future__ import annotations

@@ -157,10 +157,10 @@ class SharedInput:
                 return output
             self.together = False
             self._forget()
-        everyone = [adapted_linear(sibling, x) for sibling in self.modules] if self.together else []
-        if not everyone or None in everyone:
+        all_linears = [adapted_linear(sibling, x) for sibling in self.modules] if self.together else []
+        if not all_linears or None in all_linears:
             return linears_of_one_input(x, (linear,))[0]
-        outputs = linears_of_one_input(x, everyone)
+        outputs = linears_of_one_input(x, all_linears)
         self._waiting = {index: output for index, output in enumerate(outputs) if index != place}
         self._question = (x, x._version, torch.is_grad_enabled())
         return outputs[place]

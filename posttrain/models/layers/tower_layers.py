@@ -33,7 +33,7 @@ def fuse_tower_layers(innermost: nn.Module, family: VisionFamily) -> None:
         return
     tower = attrgetter(family.tower)(innermost)
     for module in tower.modules():
-        if "forward" in vars(module):  # ours already, or somebody else's
+        if "forward" in vars(module):  # ours already, or another library's
             continue
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.forward = functools.partial(aligned_mlp, module)

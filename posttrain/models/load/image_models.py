@@ -54,7 +54,7 @@ class WithHead:
     """Auto class of reward models for families without a classifier of their own, which are nearly all: the model of images and
     text, and a linear head `score` beside its language head, which is kept for saving and is not trained.
 
-    Classes are made under the name of the family's own, so that a saved model is one of that family to everybody else;
+    Classes are made under the name of the family's own, so that a saved model is one of that family to other programs;
     `score.weight` lies in its file, and loading it for another task leaves it there.
     """
 

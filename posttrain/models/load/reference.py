@@ -169,7 +169,7 @@ class Precomputed(Reference):
         return "precomputed log-probs"
 
     def scores(self, batch: TokenBatch) -> TokenScores:
-        if batch.num_units == 0:  # nobody's token: there was nothing to compute anything for
+        if batch.num_units == 0:  # the filler's token: there was nothing to compute anything for
             return TokenScores(logps=torch.zeros(batch.num_trained, device=batch.device))
         if PRECOMPUTED not in batch.per_token:
             raise ValueError(

@@ -156,7 +156,7 @@ def why_not_in_parts(
 
 
 def _in_parts(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
-    """A ragged batch, filled up to a multiple of `size` by a segment that nobody attends to, and the part of one process."""
+    """A ragged batch, filled up to a multiple of `size` by a segment that no other attends to, and the part of one process."""
     width = batch.input_ids.shape[1]
     missing = -width % size
     filled = {name: nn.functional.pad(getattr(batch, name), (0, missing)) for name in ("input_ids", "position_ids")}
@@ -340,7 +340,7 @@ class _Asked:
 
 
 def _asked(innermost: nn.Module, task: str) -> _Asked:
-    """Targets are what the model itself would say: rounding moves the log-prob of a word that nobody says by far more."""
+    """Targets are what the model itself would say: rounding moves the log-prob of an improbable word by far more."""
     tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
     tokens[1][:COMMON] = tokens[0][:COMMON]
     if task != CAUSAL_LM:

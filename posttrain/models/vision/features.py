@@ -46,7 +46,7 @@ def set_filler(innermost: nn.Module, filler: Filler) -> None:
 
 
 def filler_zero(model: nn.Module) -> Tensor | None:
-    """0 as a function of tower and projector, for a pass without images; None where nobody needs it."""
+    """0 as a function of tower and projector, for a pass without images; None where it is not needed."""
     filler: Filler | None = getattr(model, _FILLER, None)
     if filler is None:
         return None
@@ -65,7 +65,7 @@ def filler_zero(model: nn.Module) -> Tensor | None:
 def set_family(innermost: nn.Module, family: VisionFamily) -> None:
     """Let a model answer about batches with images. To be called at load, before anything wraps the model.
 
-    `rope_deltas` is what M-RoPE models remember of the last batch with images; nobody here uses it, and it would move the positions
+    `rope_deltas` is what M-RoPE models remember of the last batch with images; it is not used here, and it would move the positions
     of a later `generate` of texts.
     """
     if Version(installed_transformers) < Version(OLDEST_TRANSFORMERS):
@@ -157,7 +157,7 @@ def encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains:
     kept = {"pooler_output": pick(output.pooler_output, images, family)}
     if family.deepstack:
         kept["deepstack_features"] = [pick(features, images, family) for features in output.deepstack_features]
-    return type(output)(**kept)  # without the tower's hidden states, which nobody reads
+    return type(output)(**kept)  # without the tower's hidden states, which are not read
 
 
 def vision_parameters(model: nn.Module, family: VisionFamily) -> Iterator[nn.Parameter]:

@@ -45,7 +45,7 @@ class Wants:
         return self.everything or name in self.names
 
     def missing(self, offered: set[str]) -> list[str]:
-        """Required arguments that nobody offers."""
+        """Required arguments that are not offered."""
         return sorted(self.required - offered)
 
 

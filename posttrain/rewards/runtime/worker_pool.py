@@ -130,7 +130,7 @@ class WorkerProcess:
             _resolve(waiting, error=died)
 
     def _take(self, answer: dict[str, Any]) -> None:
-        """A call that is given up takes its worker with it, so an answer to a call that nobody waits for was forged."""
+        """A call that is given up takes its worker with it, so an answer to a call that is not waited for was forged."""
         if answer.get("began", answer.get("call")) not in self.answers and not answer.keys() & {"loaded", "unloadable"}:
             raise ValueError("it answered a call that it was not given")
         if "began" in answer:
@@ -148,7 +148,7 @@ class WorkerProcess:
             self.outgoing.write(frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
             await self.outgoing.drain()
         except ConnectionError:
-            pass  # it has died; the reader tells everybody who waits
+            pass  # it has died; the reader lets all waiting calls know
 
     # --------------------------------------------------------------------------------------------------- calls
 
@@ -218,7 +218,7 @@ def _resolve(future: asyncio.Future[Any] | None, value: Any = None, error: Excep
         future.set_result(value)
     else:
         future.set_exception(error)
-        future.exception()  # marks it as seen: nobody may be waiting for this one
+        future.exception()  # marks it as seen: it may be that nothing waits for this one
 
 
 def _exit_in_words(code: int) -> str:

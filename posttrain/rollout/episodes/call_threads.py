@@ -1,4 +1,4 @@
-"""CallThreads: calls of somebody else's functions, plain or async, beside the trainer, with a time limit for each.
+"""CallThreads: calls of the user's functions, plain or async, beside the trainer, with a time limit for each.
 
 Calls do not block the caller, who polls whether one is over. A thread cannot be killed: one that exceeds its time is abandoned and
 counted, and when too many of them hang, the run is stopped.

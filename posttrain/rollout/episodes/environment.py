@@ -116,7 +116,7 @@ class Environment:
         return self._observed(await observation)
 
     def _observed(self, observation: Any) -> Any:
-        """With its images kept, where it runs: to decode pictures must not hold up anybody else."""
+        """With its images kept, where it runs: to decode pictures must not hold up other episodes."""
         parts = kept_parts(observation, self.toolbox.images)
         return observation if parts is None else parts
 

@@ -1,4 +1,4 @@
-"""Episodes: a prompt, the model's words, perhaps somebody's answer, the model's words again. Each advances on its own.
+"""Episodes: a prompt, the model's words, perhaps a tool's or a user's answer, the model's words again. Each advances on its own.
 
 An Episode says which tokens the engine is to continue, takes what was written, and decides whether it is over. Its Sample grows by
 appending token ids: nothing is ever decoded and tokenised again, so what was sampled is what is trained.
@@ -28,7 +28,7 @@ class Episode(Protocol):
     request: Request
 
     def prompt(self) -> Prompt | None:
-        """What the engine is to continue next; None as long as somebody else (a tool) has not answered, and when it is over."""
+        """What the engine is to continue next; None as long as a tool or an environment has not answered, and when it is over."""
 
     def on_completion(self, completion: Completion) -> None:
         """What the engine wrote."""
@@ -61,7 +61,7 @@ class RunningEpisodes:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._writing: dict[int, _Joined] = {}  # by ticket of the session
-        self._waiting: list[_Joined] = []  # for somebody else, or for the session
+        self._waiting: list[_Joined] = []  # for a tool, an environment or the session
         self.joining = 0  # of those, who has not been asked yet
 
     def __bool__(self) -> bool:
@@ -72,7 +72,7 @@ class RunningEpisodes:
         self.joining += 1
 
     def advance(self) -> None:
-        """Start what can start, write some, and hand over what is over. Short where everybody waits for tools."""
+        """Start what can start, write some, and hand over what is over. Short where all wait for tools."""
         still_waiting, self.joining = [], 0
         for episode, on_finished in self._waiting:
             prompt = episode.prompt()

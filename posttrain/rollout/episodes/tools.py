@@ -120,7 +120,7 @@ class Toolbox:
         return functools.partial(self._answered, tool, arguments), tool.is_async
 
     def _answered(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        """The result as the model reads it, made where the tool runs: ten megabytes of JSON must not hold up anybody else."""
+        """The result as the model reads it, made where the tool runs: ten megabytes of JSON must not hold up other episodes."""
         result = tool.function(**arguments)
         return self._awaited(result) if inspect.isawaitable(result) else self.content_of(result)
 

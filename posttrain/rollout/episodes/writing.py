@@ -48,7 +48,7 @@ class Writer:
     ) -> None:
         """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
         environments; `function`, which is given `trainer`, writes in the place of engine and episodes. `others` are the engines
-        of authors besides the policy. With `only_given` nobody writes: every completion is the dataset's, and engines sleep."""
+        of authors besides the policy. With `only_given` no engine writes: every completion is the dataset's."""
         self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
         self.episodes = episodes or SingleTurns(decode)
         self.function, self.others, self.only_given = function, dict(others or {}), only_given

@@ -27,7 +27,7 @@ PUBLISH_SECONDS = 300.0
 
 
 class Board:
-    """Labels and their weights. Those that nobody will ask for any more make room for others."""
+    """Labels and their weights. Those that will not be asked for any more make room for others."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Board:
         self.allocate = allocate or (lambda: [self._empty(weight) for weight in source])
         self.buffers: dict[int, Buffer] = {}  # by label
         self.newest = 0  # of them
-        self.read_seconds: list[float] = []  # that each reader held its engine for, since somebody looked
+        self.read_seconds: list[float] = []  # that each reader held its engine for, since they were last read
         self._readers: Counter[int] = Counter()
         self._spare: list[Buffer] = []
         self._marks: dict[int, torch.cuda.Event] = {}  # by id of a buffer
@@ -49,7 +49,7 @@ class Board:
 
     @torch.no_grad()
     def publish(self, label: int, oldest: int) -> None:
-        """By the trainer, between two steps. Nobody asks for labels below `oldest` any more."""
+        """By the trainer, between two steps. Labels below `oldest` are not asked for any more."""
         with self._lock:
             for old in [old for old in self.buffers if old < oldest and not self._readers[old]]:
                 self._spare.append(self.buffers.pop(old))

@@ -2,7 +2,7 @@
 
 The trainer says how far it is (`trained`) and asks for windows (`next_window`, which waits). Workers ask for work (`pull`) and hand
 groups in (`finish`). What begins, who is next and what is too old is decided by `pacing`; who has which fate is in the `ledger`;
-what was finished and taken is in the `journal` before anybody acts on it.
+what was finished and taken is in the `journal` before anything acts on it.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Feed:
     # ---- the trainer's side ------------------------------------------------------------------------------------------
 
     def trained(self, step: int) -> None:
-        """So many optimizer steps are done, and their weights are published where somebody wants them."""
+        """So many optimizer steps are done, and their weights are published where a worker wants them."""
         with self._changed:
             self.step = step
             self._plan()
             self._changed.notify_all()
 
     def oldest_label(self) -> int:
-        """Of weights that somebody may still have to write with, once the next step is done."""
+        """Of weights that a worker may still have to write with, once the next step is done."""
         with self._changed:
             is_exact, live = self.pace.order == IN_ORDER, self.ledger.live.values()
             labels = [entry.label for entry in live if is_exact and entry.fate != FINISHED]
@@ -199,7 +199,7 @@ class Feed:
                 self.journal.sync()
 
     def wait_until_given_back(self) -> None:
-        """Until nobody writes: workers have noticed that there are newer weights, and begin anew with them."""
+        """Until no worker writes: all have noticed that there are newer weights, and begin anew with them."""
         with self._changed:
             self._until(lambda: not self.ledger.numbers(ISSUED) or None, "new weights wait for what is being written")
 
@@ -285,7 +285,7 @@ class Feed:
         return self.pace.most_waiting is not None and len(self.groups) >= self.pace.most_waiting
 
     def finish(self, group: Group) -> bool:
-        """False: somebody else has the number by now; the group is not used."""
+        """False: another worker has the number by now; the group is not used."""
         content = group.to_bytes() if self.journal is not None else b""
         with self._changed:
             is_current = self.ledger.finish(group.number, group.attempt, "")
@@ -332,7 +332,7 @@ class Feed:
     def label_for(self, label: int) -> int | None:
         """Which weights a worker that has `label` should have next; None: it is well served.
 
-        In order, those of the oldest group that nobody writes, once none is left for its own; else the newest.
+        In order, those of the oldest group that is not being written, once none is left for its own; else the newest.
         """
         with self._changed:
             if self.pace.order != IN_ORDER:

@@ -59,7 +59,7 @@ class _Run:
             groups = self._next_window()
             waits.append(self.now - asked)
             ages.append([(window + 1) * self.pace.steps - 1 - group.label for group in groups])
-            if window:  # nobody can write ahead of the first
+            if window:  # nothing can be written ahead of the first
                 self.lead.after_window(waits[-1] / max(self.now - taken, 1e-9))
             taken = self.now
             self._begin()

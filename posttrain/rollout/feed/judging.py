@@ -25,7 +25,7 @@ class _Judged:
 
 
 class Judge:
-    """Rewards run where they always do; nobody waits for them here."""
+    """Rewards run where they always do; nothing waits for them here."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ def refuse_strangers(ray: ModuleType) -> None:
     environment["RAY_AUTH_MODE"] = "disabled"
     command = [sys.executable, "-c", A_STRANGER, address]
     asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if "AuthenticationError" not in asked.stderr:  # whatever else it says, nobody was turned away
+    if "AuthenticationError" not in asked.stderr:  # whatever else it says, the token was accepted
         raise PermissionError(
             f"The Ray cluster at {address} does not ask for a token, so anyone who reaches it can run any code on it. Start it "
             "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE on every machine (docs/async.md), and set both here."

@@ -90,7 +90,7 @@ class Child:
     last_seen: float = 0.0
     deaths: int = 0
     ended_with: Any = None
-    is_gone: bool = False  # and nobody takes its place
+    is_gone: bool = False  # and is not replaced
     reading: list[Any] = field(default_factory=list)  # labels that it copies just now
     issued: dict[int, Work] = field(default_factory=dict)  # what it was last asked for, by number
 
@@ -172,7 +172,7 @@ class RemoteWorkers(ABC):
             for kept, own in zip(self.fixed.tensors, fixed):
                 kept.copy_(own)
         layout = Layout.of(trained)
-        self.most = 2 * len(devices) + 2  # memory that nobody has written to costs nothing
+        self.most = 2 * len(devices) + 2  # memory that was never written to costs nothing
         self.arenas = [Arena(layout) for _ in range(labels + self.most + 1)]
         spare = list(self.arenas)
         sharded = {} if pieces is None else {"sharded_dtype": layout.dtypes[0]}
@@ -388,7 +388,7 @@ class RemoteWorkers(ABC):
         self.judge.add(done, rollouts, seconds)
 
     def _refuse_wrong(self, done: Work, rollouts: list[Rollout]) -> None:
-        """Raise for a group that nobody can have been asked for."""
+        """Raise for a group that no worker can have been asked for."""
         newest = self.board.newest if self.plan.in_flight == CONTINUE else done.label
         if len(rollouts) != self.writing.generations:
             raise ValueError(f"It has {len(rollouts)} completions, and {self.writing.generations} were asked for.")

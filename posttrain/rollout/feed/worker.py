@@ -46,7 +46,7 @@ class ReadInPlace:
 
 
 class TrainersOwn(ReadInPlace):
-    """The trainer's own: nobody trains while a worker writes."""
+    """The trainer's own: it does not train while a worker writes."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

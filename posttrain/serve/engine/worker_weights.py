@@ -89,7 +89,7 @@ def _union(one: set[str] | None, other: set[str] | None) -> set[str] | None:
 def _make_importable(folder: Path) -> None:
     """Workers are new processes and import this package by its name, which exists only in the server's own process.
 
-    The name is written down as a link in a folder of this user's alone, where nobody else can put a package of that name.
+    The name is written down as a link in a folder of this user's alone, where no other user can put a package of that name.
     """
     if __package__.partition(".")[0] != STANDS_ALONE:
         return

@@ -221,7 +221,7 @@ class _Served:
 
 
 async def _no_answer(scope: Any, receive: Any, send: Any) -> None:
-    """The caller went away in the middle of its request; nobody reads the answer."""
+    """The client disconnected in the middle of its request; the answer is not read."""
 
 
 def refusal(error: ServeError) -> Response:

@@ -1,4 +1,4 @@
-"""Connections have bounds of their own: anybody can open one, and send half a request, before a token is asked for."""
+"""Connections have bounds of their own: any client can open one, and send half a request, before a token is asked for."""
 
 from __future__ import annotations
 

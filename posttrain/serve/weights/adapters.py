@@ -113,8 +113,8 @@ class PushedAdapters:
     """The folders in which a server writes the adapters that trainers push, among those of other servers and of users.
 
     Each has the name of the process that made it, so that two servers never write the same one, and a lock that the process
-    holds for as long as the folder is its own. The kernel releases it when the process ends, however it ends: what nobody
-    holds is swept away by the next server that starts. `close` removes them.
+    holds for as long as the folder is its own. The kernel releases it when the process ends, however it ends: what is not
+    held is swept away by the next server that starts. `close` removes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -173,7 +173,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether nobody holds the lock of this folder."""
+    """Whether no process holds the lock of this folder."""
     try:
         if path.name.startswith(".") and time.time() - path.stat().st_mtime < UNLOCKED_SECONDS:
             return False

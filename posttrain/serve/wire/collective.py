@@ -100,7 +100,7 @@ class Pair:
         within(seconds, "A broadcast of weights", lambda: _BROADCAST[self.backend](group, data, seconds))
 
     def close(self) -> None:
-        """A thread that still waits keeps the group until its own time is over; nobody else waits for it."""
+        """A thread that still waits keeps the group until its own time is over; no other thread waits for it."""
         group, self._group, self._store, self._buffer = self._group, None, None, None
         if group is not None and self.backend == NCCL:
             threading.Thread(target=group.abort, name="collective: abort", daemon=True).start()
@@ -117,7 +117,7 @@ def _gloo_broadcast(group: Any, data: Tensor, seconds: float) -> None:
     work = group.broadcast([data], _options(seconds))
     try:
         work.wait(timedelta(seconds=seconds))
-    finally:  # the end of a group waits for its work: nobody but this thread may be the one who ends it
+    finally:  # the end of a group waits for its work: only this thread may end it
         while not work.is_completed():
             time.sleep(CLOSE_SECONDS)
 

@@ -1,6 +1,6 @@
 """Host memory that is used again from version to version: the first touch of fresh pages costs several times the copy itself.
 
-Nobody hands memory back, so nobody can do it too early: it comes back by itself when the last view of it is gone. What serves,
+No code hands memory back, so none can do it too early: it comes back by itself when the last view of it is gone. What serves,
 what is kept to go back to, and what a late thread still writes to are held by their users, and so are not given out again.
 """
 
@@ -31,7 +31,7 @@ class HostMemory:
             self._idle, self._idle_before = defaultdict(list), self._idle
 
     def take(self, nbytes: int) -> memoryview:
-        """Bytes that nobody else holds; what they are is left open."""
+        """Bytes that are not held elsewhere; their content is undefined."""
         if nbytes < SMALL_BYTES:
             return memoryview(np.empty(nbytes, np.uint8))
         with self._lock:

@@ -126,7 +126,7 @@ class SharedFolder:
         try:
             os.unlink(name, dir_fd=self._folder)
         except FileNotFoundError:
-            return  # somebody has swept
+            return  # another process has swept
 
     def sweep(self) -> int:
         """Remove the blocks of processes that are gone; how many."""

@@ -265,7 +265,7 @@ class RunLifecycle(TrainerCallback):
         # Processes must stop at one step. Asking costs a synchronisation, so on a GPU it is done when a log makes one anyway.
         if args.device.type != "cpu" and state.global_step % max(int(state.logging_steps or 1), 1):
             return False
-        anybody = any_process(signalled, args)
-        if anybody and not signalled:
+        any_signalled = any_process(signalled, args)
+        if any_signalled and not signalled:
             self.stop_signal = signal.SIGTERM
-        return anybody
+        return any_signalled

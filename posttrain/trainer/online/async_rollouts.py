@@ -94,7 +94,7 @@ class AsyncRollouts(TrainerCallback):
         self.row_of = row_of
         self.platform: Platform | None = None
         self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
-        self._taken: list[tuple[int, int]] = []  # numbers in the feed and rows of them, which nobody has forgotten yet
+        self._taken: list[tuple[int, int]] = []  # numbers in the feed and rows of them, which are still kept
         self._next = 0  # number in the feed up to which it was read
         self._reading = threading.Lock()
         self.is_resumed = False
@@ -140,7 +140,7 @@ class AsyncRollouts(TrainerCallback):
         now = time.monotonic()
         since, self._last_window = max(now - self._last_window, 1e-9), now
         idle = self.feed.waited / since
-        if self.feed.windows > 1:  # nobody can write ahead of the first
+        if self.feed.windows > 1:  # nothing can be written ahead of the first
             self.feed.lead.after_window(idle)
         written = self._joined(groups)
         shares = {"trainer_idle": idle, "overlap": self.feed.overlap_seconds() / since}
@@ -311,7 +311,7 @@ class AsyncRollouts(TrainerCallback):
             self.feed.trained(state.global_step)
 
     def _restart_what_is_written(self, step: int) -> None:
-        """Of `update_in_flight="restart"`: servers are sent weights when nobody waits for completions of the old ones."""
+        """Of `update_in_flight="restart"`: servers are sent weights when no completion of the old ones is waited for."""
         if self.run.args.update_in_flight == RESTART:
             self.feed.trained(step)
             with self.roll_call.together():
@@ -404,7 +404,7 @@ def on_own_stream(device: torch.device, run: Callable[[], None]) -> None:
 
 
 def worker_devices(args: OnlineConfig) -> list[str]:
-    """Where the workers of a training process are: on GPUs of this machine that are nobody's, in turn, or else on its own."""
+    """Where the workers of a training process are: on free GPUs of this machine, in turn, or else on its own."""
     if args.device.type != "cuda":
         return [args.device.type] * args.rollout_workers
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

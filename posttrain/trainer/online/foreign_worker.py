@@ -1,4 +1,4 @@
-"""ForeignRollouts: somebody else's worker writes, scores and judges (TRL's `rollout_worker` and `weight_transfer`).
+"""ForeignRollouts: a worker of the user's writes, scores and judges (TRL's `rollout_worker` and `weight_transfer`).
 
 Such a worker puts finished samples into its `rollout_buffer`; who gets weights, and when, is told by versions: the first before it
 starts is 1, and each transfer makes one more. A sample says which version wrote it. Nothing is known of what it has begun, so that

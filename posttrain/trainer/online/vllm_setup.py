@@ -39,7 +39,7 @@ SERVERS_FILE = "rollout_servers"
 LEAST_CONTEXT = 512
 """For the tokens by which the weights are probed, too."""
 MANY_IMAGES = 999
-"""In a prompt, where nobody knows: vLLM's own default."""
+"""In a prompt, where it is not known: vLLM's own default."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _served(
 def refuse_given_engine(engine: Any, args: OnlineConfig) -> None:
     """What it could not do, or would not know of.
 
-    Of a sharded model all processes gather each tensor together. A server that somebody else has made reads its export in process 0
+    Of a sharded model all processes gather each tensor together. A server that the user made reads its export in process 0
     alone, which would wait for the others indefinitely; an engine that reads weights in place would find pieces.
     """
     for name in ("kv_dtype", "weight_dtype"):
@@ -233,7 +233,7 @@ def refuse_given_engine(engine: Any, args: OnlineConfig) -> None:
 
 
 def show_images(engine: Any, images: PromptImages) -> None:
-    """To an engine that somebody else has made: ours have been handed what makes pixels or pictures, others say that they read them
+    """To an engine that the user made: ours have been handed what makes pixels or pictures, others say that they read them
     (`reads_images`)."""
     if any(getattr(engine, name, None) for name in ("pixels", "pictures", "reads_images")):
         return

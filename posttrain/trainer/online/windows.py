@@ -73,7 +73,7 @@ def rollout_loader(
     ahead: Callable[[AnyRows, SamplingParams, Callable[[int], int]], WindowsOfGroups] | None = None,
 ) -> RolloutLoader | EvalRolloutLoader:
     """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated.
-    `ahead` makes who writes groups ahead of training, where somebody does."""
+    `ahead` makes what writes groups ahead of training, where that is asked for."""
     rules = args.window_rules()
     if not is_training:
         size = (args.num_generations_eval or args.num_generations, args.samples_of(args.eval_batch_size))

@@ -78,7 +78,7 @@ class TrlAsyncConfig:
                 setattr(self, ours, float(seconds))
 
     def look_for_servers(self) -> str:
-        """Decides `use_vllm` where nobody has, by the first process's look; what the plan of the run says of it."""
+        """Decides `use_vllm` where it was left open, by what the first process finds; returns the plan's line about it."""
         if self.use_vllm is not None:
             return ""
         address = self.vllm_addresses()[0]

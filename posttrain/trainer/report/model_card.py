@@ -284,7 +284,7 @@ def _plain(value: Any) -> Any:
 
 
 def publishable(value: Any) -> str:
-    """An option's value for everyone to read: no secret, of local paths only the last parts."""
+    """An option's value as it may be published: no secret, of local paths only the last parts."""
     value = without_secrets(_plain(value))
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {publishable(v)}" for k, v in value.items() if v != HIDDEN) + "}"

@@ -6,7 +6,7 @@ begins on a page of its own, so that no page is ever written by two. Token numbe
     place(p) = p                            for p < n
     place(p) = p + (-n mod PAGE)            else
 
-of its list of pages; the places between are empty. Page 0 belongs to nobody: rows of a step that are not in use write there.
+of its list of pages; the places between are empty. Page 0 belongs to no request: rows of a step that are not in use write there.
 """
 
 from __future__ import annotations

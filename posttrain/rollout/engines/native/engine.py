@@ -369,12 +369,12 @@ class NativeSession:
 
     @property
     def room(self) -> int:
-        """None while somebody waits, for a slot or for pages: what was put back goes first."""
+        """None while a request waits for a slot or for pages: what was put back goes first."""
         return 0 if self.scheduler.is_waiting else self.engine.max_slots - self.scheduler.in_flight
 
     @property
     def used_share(self) -> float:
-        """Of the pages that there is memory for; page 0 is nobody's."""
+        """Of the pages that there is memory for; page 0 belongs to no request."""
         return (self.pool.size - 1 - self.pool.free) / (self.budget - 1)
 
     def advance(self) -> list[tuple[int, Completion]]:
@@ -387,7 +387,7 @@ class NativeSession:
         return finished
 
     def change_weights(self, load: Callable[[], int], keeps_cache: bool = False) -> None:
-        """Between two looks: `load` writes other weights into the model and says which version; everyone continues with them.
+        """Between two looks: `load` writes other weights into the model and says which version; all continue with them.
 
         Keys and values are computed again under the new weights; with `keeps_cache` those of running completions stay as they are.
         Completions say which tokens were written by which version.
@@ -413,7 +413,7 @@ class NativeSession:
 
     @property
     def _is_settled(self) -> bool:
-        """Everyone who ran in the last steps still runs, on pages that last to its end."""
+        """All that ran in the last steps still run, on pages that last to their ends."""
         return self.scheduler.has_spare_pages and self.scheduler.changes == self._laid_out
 
     def grow(self, pages: int) -> None:
@@ -433,7 +433,7 @@ class NativeSession:
         if batch:
             self._prefill(batch)
         if prefixes and self.engine.device.type == "cuda":
-            # Rare, and the times below are then those of the device. Not of the whole device: somebody may train on it meanwhile.
+            # Rare, and the times below are then those of the device. Not of the whole device: training may run on it meanwhile.
             torch.cuda.current_stream(self.engine.device).synchronize()
         now, new = time.perf_counter(), {id(prefix) for prefix in prefixes}
         for run in self.scheduler.running:
@@ -456,7 +456,7 @@ class NativeSession:
         self.program.prefill(prefixes, batch, Segments(batch.cu_segments, max(lengths)), pages, offsets)
 
     def _decode(self) -> list[tuple[int, Completion]]:
-        """Some steps of everyone who runs, then one look at what they drew."""
+        """Some steps of all that run, then one look at what they drew."""
         steps = min(self.steps, max(run.request.remaining for run in self.scheduler.running))
         if not self._is_settled:
             self.scheduler.reserve(steps)

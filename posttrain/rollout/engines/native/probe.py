@@ -83,9 +83,9 @@ def _rope_types(config: object) -> set[str]:
 def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[Tensor]]) -> tuple[float, float]:
     """(how far `answers` (CONTINUED, V) to two sequences are from a full forward's, what rounding may amount to).
 
-    Far: sum_v p(v) |log q(v) - log p(v)|, at the worst position. The largest difference of all words would be that of a word that
-    nobody says: in bfloat16 it is 0.4 for a model of 135M that is run rightly. Rounding is also looked at: the same sequence three
-    times over is another shape to the device, and should be the same answer.
+    Far: sum_v p(v) |log q(v) - log p(v)|, at the worst position. The largest difference of all words would be that of an
+    improbable one: in bfloat16 it is 0.4 for a model of 135M that is run rightly. Rounding is also looked at: the same sequence
+    three times over is another shape to the device, and should be the same answer.
     """
     sequences = _sequences(innermost)
     largest, rounding = 0.0, 0.0

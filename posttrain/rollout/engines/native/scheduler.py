@@ -178,7 +178,7 @@ class Scheduler:
         return self._prefixes[waiting.key]
 
     def reserve(self, steps: int) -> None:
-        """Give everyone pages for `steps` tokens, or to the end where there are plenty; else the youngest go back to the queue."""
+        """Give all pages for `steps` tokens, or to the end where there are plenty; else the youngest go back to the queue."""
         place = 0
         while place < len(self.running):
             run = self.running[place]
@@ -201,7 +201,7 @@ class Scheduler:
             self._give_back(run)
 
     def drop(self, tickets: Collection[int]) -> None:
-        """Nobody wants these any more."""
+        """These are not wanted any more."""
         self.release([run for run in self.running if run.request.ticket in tickets])
         dropped = [waiting for waiting in self._waiting if waiting.request.ticket in tickets]
         self._waiting = deque(waiting for waiting in self._waiting if waiting.request.ticket not in tickets)
@@ -216,7 +216,7 @@ class Scheduler:
         return [run.request for run in self.running] + [waiting.request for waiting in self._waiting]
 
     def compute_again(self) -> None:
-        """Keys and values are of weights that are gone: everyone goes back into the queue, in order, with the tokens he has."""
+        """Keys and values are of weights that are gone: all go back into the queue, in order, with the tokens that they have."""
         while self.running:
             self._preempt(self.running.pop())
         for prefix in list(self._prefixes.values()):

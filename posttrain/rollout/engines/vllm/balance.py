@@ -34,7 +34,7 @@ MEMORY_SECONDS = 300.0
 LEAST_SECONDS = 1.0
 """Of requests, before a server's speed counts as measured."""
 TOO_SLOW = 1.5
-"""A server that would need so many times what everybody needs for all that is left is given nothing more."""
+"""A server that would need so many times what all together need for the rest is given nothing more."""
 
 
 @dataclass

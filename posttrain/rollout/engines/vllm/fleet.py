@@ -188,7 +188,7 @@ class Fleet:
             return [member for member in self.members if member.is_up]
 
     def take(self, prompt: Prompt, limit: int, most: int, waiting: int) -> tuple[Member, Target, Placed] | None:
-        """Who writes up to `limit` tokens after this prompt, and what it serves; None: nobody yet. `most`: requests at a server."""
+        """The server for up to `limit` tokens after this prompt, and what it serves; None: none yet. `most` requests a server."""
         with self._changed:
             up = {member.name: member for member in self.members if member.is_up}
             free = [name for name in up if self.balancer.in_flight(name) < most]

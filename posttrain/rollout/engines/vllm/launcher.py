@@ -81,7 +81,7 @@ class ServerProcess:
     def _end(self) -> int | None:
         """The status with which the process ended; None while it runs.
 
-        It is only looked at, and reaped by `kill`: until then its number, which is that of its group, is nobody else's.
+        It is only looked at, and reaped by `kill`: until then its number, which is that of its group, is not used again.
         """
         process = self._process
         if process.returncode is not None:

@@ -45,7 +45,7 @@ def in_parallel(function: Callable[[One], T], items: Iterable[One]) -> list[T | 
 def parallel_calls(count: int, act: Callable[[int], None], limit: int) -> None:
     """`act(0)` to `act(count - 1)`, begun in this order, at most `limit` at the same time. Each must have a deadline of its own.
 
-    After the first error nothing more is begun; it is raised when what runs has ended, so that nobody works on behind the
+    After the first error nothing more is begun; it is raised when what runs has ended, so that nothing works on behind the
     caller's back.
     """
     numbers, lock = iter(range(count)), threading.Lock()
