@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from posttrain import GRPOConfig, RLOOConfig
 from posttrain.rollout import eval_loader
+from posttrain.rollout.episodes.writing import FROM_DRAFTS
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.rollout_log import clipped
 from tests import tiny
@@ -201,6 +202,25 @@ def test_slots_are_rows_at_a_time_for_the_plain_engine(tmp_path):
 def test_drafts_reach_the_native_engine(tmp_path):
     made = trainer(tmp_path, rollout_engine="native", rollout_drafts=4)
     assert (made.engine.drafts, made.engine.max_slots) == (4, 64)
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_what_drafts_brought_is_logged(tmp_path, drafts):
+    """Completions of one letter over and over: every token but the first ones can be looked up."""
+    made = trainer(
+        tmp_path,
+        max_steps=1,
+        rollout_engine="native",
+        rollout_drafts=drafts,
+        max_rollout_slots=1,
+        max_completion_length=40,
+        generation_kwargs={"logit_bias": {65: 100.0}},
+    )
+    made.train()
+    found = [line[FROM_DRAFTS] for line in made.state.log_history if FROM_DRAFTS in line]
+    completions = len(read_rollouts(tmp_path)["completion_ids"])
+    assert found == ([pytest.approx(made.engine.accepted / completions)] if drafts else [])
+    assert (made.engine.accepted > 0) == (drafts > 0)
 
 
 def test_one_tokenizer_is_a_list_of_one(tmp_path):

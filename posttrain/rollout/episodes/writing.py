@@ -18,6 +18,8 @@ from posttrain.rollout.prompt_rows import COMPLETION, PromptRow, PromptRows, Str
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
 
 AnyRows = PromptRows | StreamedPrompts
+FROM_DRAFTS = "rollouts/tokens_from_drafts"
+"""Tokens of a completion that were drafts which turned out right, in the mean."""
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
 
 
@@ -62,8 +64,9 @@ class Writer:
         on_finished: Callable[[int, Rollout], None],
         authors: Sequence[str] | None = None,
     ) -> dict[str, float]:
-        """Hand each rollout over as soon as it is finished, with the number of its request; returns what it took to send the
-        weights. `version` is that of the weights which write. `authors`: who writes each request; None: the policy all."""
+        """Hand each rollout over as soon as it is finished, with the number of its request; returns numbers to log: what it took to
+        send the weights, how much drafts brought. `version` is that of the weights which write. `authors`: who writes each
+        request; None: the policy all."""
         faults.fault_point("generate")
         known = rows.take(request.row for request in requests)
         mine = [known[request.row] for request in requests]
@@ -72,7 +75,7 @@ class Writer:
             return {}
         engine = self.weight_sync.engine
         with evaluating(self.weight_sync.model):
-            took = self.weight_sync.ready(version)
+            numbers, drafted_before = self.weight_sync.ready(version), _tokens_from_drafts(engine)
             try:
                 if self.function is None:
                     for author, indices in _by_author(authors or [POLICY] * len(requests)).items():
@@ -85,7 +88,9 @@ class Writer:
             finally:
                 engine.sleep()
         faults.fault_point("score")
-        return took
+        if drafted_before is not None:
+            numbers |= {FROM_DRAFTS: (engine.accepted - drafted_before) / max(len(requests), 1)}
+        return numbers
 
     def _write_as(
         self,
@@ -118,6 +123,11 @@ class Writer:
         finally:
             if not is_policy:
                 engine.sleep()
+
+
+def _tokens_from_drafts(engine: RolloutEngine) -> int | None:
+    """So far; None of an engine that drafts nothing."""
+    return engine.accepted if getattr(engine, "drafts", 0) else None
 
 
 def _by_author(authors: Sequence[str]) -> dict[str, list[int]]:
