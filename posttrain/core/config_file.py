@@ -86,8 +86,8 @@ def parsed(text: str, path: str) -> Any:
     try:
         return yaml.load(text, Loader=Loader)  # a SafeLoader
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split())
-        raise ConfigFileError(f"{path} is not YAML: {told[:300]}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigFileError(f"{path} is not YAML: {reason[:300]}") from error
     except RecursionError as error:
         raise ConfigFileError(f"{path} is nested too deeply for a file of options.") from error
 

@@ -94,8 +94,8 @@ def known_secrets(value: Any, names: tuple[str, ...] = ()) -> set[str]:
         return set().union(*(known_secrets(inner, _inherited(names, key)) for key, inner in value.items()))
     if isinstance(value, (list, tuple, set, frozenset)):
         return set().union(*(known_secrets(inner, names) for inner in value))
-    told = str(value)
-    return {told} if len(told) >= LEAST_LETTERS and any(named_secret(name, value) for name in names) else set()
+    text = str(value)
+    return {text} if len(text) >= LEAST_LETTERS and any(named_secret(name, value) for name in names) else set()
 
 
 def _inherited(names: tuple[str, ...], key: Any) -> tuple[str, ...]:
@@ -146,13 +146,13 @@ def published(value: Any) -> Any:
 def last_parts(text: str, digest: bool = False) -> str:
     """A text with only the last parts of the local paths in it, each with a `digest` of the path if wanted."""
 
-    def told(path: str) -> str:
+    def shortened(path: str) -> str:
         name = Path(path).name or "folder"
         return f"{name} (at {hashlib.sha256(path.encode()).hexdigest()[:8]})" if digest else name
 
     if text.startswith(("/", "~/")) and text.count("/") > 1 and "\n" not in text:
-        return told(text)  # the whole is a path, spaces and all
-    return LOCAL_PATH.sub(lambda found: told(found[0]), text)
+        return shortened(text)  # the whole is a path, spaces and all
+    return LOCAL_PATH.sub(lambda found: shortened(found[0]), text)
 
 
 def private_opener(path: str, flags: int) -> int:

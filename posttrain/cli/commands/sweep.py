@@ -307,7 +307,7 @@ def end_leftover(command: list[str]) -> None:
 
 
 def newly_reported(sweep: Sweep, trial: Trial, asked: optuna.Trial) -> Iterator[None]:
-    """Tells the pruner what the run has logged since the last call, one value at a time."""
+    """Reports to the pruner what the run has logged since the last call, one value at a time."""
     known = _frozen(asked)
     reported = known.intermediate_values
     if known.state.is_finished():  # its folder was deleted, and it is run again

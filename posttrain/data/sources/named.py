@@ -287,9 +287,9 @@ NO_ROWS = ("readme", "license", "notice", "requirements", "config", "dataset_inf
 
 
 def files_of_split(folder: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The data files of a folder that belong to a split; all of them where no name tells one.
+    """The data files of a folder that belong to a split; all of them where no name says which.
 
-    A file's own name decides; where it tells nothing, the nearest folder that does. Once any file tells its split, all have
+    A file's own name decides; where it does not, the nearest folder that does. Once any file names its split, all have
     to: rows of one that does not would be lost, or put where they do not belong.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and _is_data(file, folder, suffixes)]
@@ -320,7 +320,7 @@ def _is_data(file: Path, folder: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def _splits_of(relative: Path, wanted: str) -> list[str]:
-    """The splits that the file's name tells, or else its nearest folder's: `wanted` by its whole name, others by words."""
+    """The splits that the file's name gives, or else its nearest folder's: `wanted` by its whole name, others by words."""
     own_name = None if wanted.lower() in SPLIT_OF else re.compile(f"(?<![a-z]){re.escape(wanted.lower())}(?![a-z])")
     for part in reversed(relative.parts):
         name = part.lower()

@@ -85,7 +85,7 @@ def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Mo
 
 
 def with_targets(peft_config: Any) -> Any:
-    """A LoRA that names no layers goes on all linear ones, the head aside.
+    """A LoRA that names no layers adapts all linear ones but the head.
 
     PEFT's own default is a table of architectures, mostly queries and values alone, which learn less at the same cost; an
     architecture that it does not know is an error there.

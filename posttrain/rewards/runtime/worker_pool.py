@@ -164,7 +164,7 @@ class WorkerProcess:
     ) -> dict[str, Any]:
         """The answer of one call. The limit counts from when the function begins: imports and start-up have their own.
 
-        The first call of a function in a worker, and any with `announce`, tells when it begins; the others begin at once, and
+        The first call of a function in a worker, and any with `announce`, reports when it begins; the others begin at once, and
         a message less is a wake-up of this process less.
         """
         if not self.alive:
@@ -268,7 +268,7 @@ class WorkerPool:
                     raise SuspectDied from error
                 if isinstance(error, WorkerTimeout):
                     return self._fault(TIMEOUT, error, started)
-                # A worker that had died unnoticed before the call says nothing about it: the next one tells when it begins.
+                # A worker that had died unnoticed before the call says nothing about it: the next one reports when it begins.
                 if error.began or not fresh_starts_left:
                     return self._fault(CRASH, error, started)
             except asyncio.CancelledError:

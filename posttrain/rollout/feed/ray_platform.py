@@ -1,6 +1,6 @@
 """RayWorkers: rollout workers as actors of a Ray cluster, on any of its machines.
 
-Ray places, starts and ends actors, tells of their death, and carries weights to each machine once (its object store). What is
+Ray places, starts and ends actors, reports their death, and carries weights to each machine once (its object store). What is
 begun, issued again and refused is decided by the feed, as everywhere. An actor cannot call the trainer, so the trainer calls it:
 `exchange` brings the answer to its last question and fetches the next one, or a sign of life. Ray does not notice an actor that
 hangs; this does.

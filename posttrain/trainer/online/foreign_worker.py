@@ -1,8 +1,8 @@
 """ForeignRollouts: a worker of the user's writes, scores and judges (TRL's `rollout_worker` and `weight_transfer`).
 
-Such a worker puts finished samples into its `rollout_buffer`; who gets weights, and when, is told by versions: the first before it
-starts is 1, and each transfer makes one more. A sample says which version wrote it. Nothing is known of what it has begun, so that
-a sample that is too old cannot be waited for: it is dropped and counted, as in TRL.
+Such a worker puts finished samples into its `rollout_buffer`; versions say when it gets weights: those that are sent before it
+starts are version 1, and each transfer adds one. A sample says which version wrote it. Nothing is known of what it has begun, so
+that a sample that is too old cannot be waited for: it is dropped and counted, as in TRL.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def refuse_images_in_vllm(family: VisionFamily, args: OnlineConfig, name: str) -
     if family.written_id < 0:
         raise ValueError(
             f"The dataset {name} has images, and it is not known which token stands for one in the templates of "
-            f"{family.model_type!r} models, as vLLM must be told: leave `use_vllm` out."
+            f"{family.model_type!r} models, which vLLM needs to know: leave `use_vllm` out."
         )
     if args.vllm_model_impl != "vllm":
         raise ValueError(

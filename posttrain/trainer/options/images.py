@@ -63,7 +63,7 @@ class ImageConfig:
     freeze_multi_modal_projector: bool = option(False, "Do not train what joins the tower to the language model.")
     freeze_language_model: bool = option(False, "Do not train the language model.")
     lora_vision: bool = option(
-        False, "Adapters go on tower and projector, too, wherever `target_modules` match. False: on the language model."
+        False, "Adapt tower and projector, too, wherever `target_modules` match. False: the language model alone."
     )
     vision_learning_rate: float | None = option(
         None, "Initial learning rate of tower and projector, under the same schedule. None: `learning_rate`."
