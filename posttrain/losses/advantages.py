@@ -33,8 +33,8 @@ def group_normalised(
 ) -> Tensor:
     """GRPO, arXiv:2402.03300 section 4.1.2: A = (r - mean of its group) / (std + epsilon), with the sample std (`ddof` 1).
 
-    `scale` says whose std: that of the "group", of the whole "batch" (arXiv:2508.08221), or that of nothing: "none" leaves
-    the difference as it is (Dr. GRPO, arXiv:2503.20783). (N,) rewards -> (N,) advantages.
+    The std is that of the group, or with `scale` "batch" of the whole batch (arXiv:2508.08221); "none" divides by nothing
+    (Dr. GRPO, arXiv:2503.20783). (N,) rewards -> (N,) advantages.
     """
     if scale not in REWARD_SCALES:
         raise ValueError(f"scale_rewards {scale!r} is unknown; take one of {', '.join(REWARD_SCALES)}.")

@@ -91,7 +91,7 @@ class TrlParser(HfArgumentParser):
         found = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
         if not return_remaining_strings:
             if from_file and fail_with_unknown_args:
-                raise ValueError(f"The file of options has keys that no dataclass has: {' '.join(from_file)}.")
+                raise ValueError(f"The file of options has unknown keys: {' '.join(from_file)}.")
             return tuple(found)
         *parsed, rest = found
         if separate_remaining_strings:

@@ -1,8 +1,8 @@
 """ModelReward: a sequence classifier as a reward, with its own tokenizer, scored in micro-batches by tokens.
 
 As in TRL a sample is the text of prompt and completion, through the chat template of the reward model's tokenizer where they are
-conversations, without further special tokens; the reward is the classifier's one output. Unlike TRL, control tokens that someone
-writes into a message are ordinary text, and no round needs more memory than `max_tokens` tokens at a time.
+conversations, without further special tokens; the reward is the classifier's one output. Unlike TRL, control tokens that are
+typed into a message are ordinary text, and no round needs more memory than `max_tokens` tokens at a time.
 
 Decoders are scored by our own ragged pass at each sequence's last token. A probe compares it with the model's own forward;
 where they differ, as in encoders, which read their first token, the model's own padded forward is used.

@@ -10,13 +10,13 @@ import numpy as np
 from posttrain.core.sample import Sample
 
 SAMPLING_LOGPS = "sampling_logps"
-"""log-prob of each token under the distribution that it was drawn from (0 where the policy did not write it)."""
+"""log-prob of each token under the distribution that it was drawn from (0 where no model wrote it, as in results of tools)."""
 POLICY_LOGPS = "policy_logps"
 """log-prob of each token under the engine's untruncated policy at the sampling temperature."""
 OLD_LOGPS = "old_logps"
 """log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
 POLICY_VERSIONS = "policy_versions"
-"""version of the weights that wrote each token, where those of one completion may differ (0 where the policy did not write it)."""
+"""version of the weights that wrote each token, where those of one completion may differ (0 where no model wrote it)."""
 ADVANTAGES = "advantages"
 POLICY, REFERENCE, MIXTURE, TEACHER, DATASET = "policy", "reference", "mixture", "teacher", "dataset"
 """Who writes a completion. Its log-probs are those of who wrote it; those of the dataset's own completions are not known."""

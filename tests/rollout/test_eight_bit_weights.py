@@ -184,7 +184,8 @@ def test_the_probe_allows_what_8_bits_are_off_by(family):
 def test_what_is_off_by_more_is_refused(monkeypatch):
     monkeypatch.setattr(eight_bit_weights, "_scaled", lambda x: (fp8.scaled(x)[0], 1.7 * fp8.scaled(x)[1]))
     with pytest.raises(
-        ValueError, match=r"`rollout_weight_dtype` asked for 'fp8'.*in 8 bits the native engine's answers differ"
+        ValueError,
+        match=r"`rollout_weight_dtype`: only the native engine .* 'fp8'.*: in 8 bits the native engine's answers differ",
     ):
         ENGINES["native"](loaded("qwen2", **WIDE), weight_dtype=FP8)
 

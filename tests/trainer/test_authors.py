@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from posttrain import GRPOConfig, GRPOTrainer
+from posttrain.rollout.episodes.writing import FROM_DRAFTS
 from posttrain.rollout.rollout import POLICY, REFERENCE, SAMPLING_LOGPS
 from tests import tiny
 
@@ -26,10 +27,11 @@ class Nobodys(GRPOTrainer):
 
 
 def collected(cls, folder, peft=None, ref_model=None, **options):
-    """A trainer whose policy is not its reference, and the rollouts of its first window."""
+    """A trainer whose policy is not its reference, and what it collected for its first window."""
     args = GRPOConfig(
-        output_dir=str(folder), max_steps=1, per_device_train_batch_size=8, num_generations=4, max_completion_length=7,
-        report_to="none", use_cpu=True, save_strategy="no", reward_workers=0, disable_tqdm=True, **{"beta": 0.1} | options,
+        output_dir=str(folder), max_steps=1, per_device_train_batch_size=8, num_generations=4,
+        report_to="none", use_cpu=True, save_strategy="no", reward_workers=0, disable_tqdm=True,
+        **{"beta": 0.1, "max_completion_length": 7} | options,
     )  # fmt: skip
     made = cls(
         tiny.causal_lm(), lambda completions, **_: [float(len(text)) for text in completions], args,
@@ -40,7 +42,7 @@ def collected(cls, folder, peft=None, ref_model=None, **options):
     collect = made.collector.collect
     made.collector.collect = lambda *given: found.append(collect(*given)) or found[-1]
     next(iter(made.get_train_dataloader()))
-    return made, found[0].rollouts
+    return made, found[0]
 
 
 def logps_under(model, rollout):
@@ -61,8 +63,9 @@ LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # 
 @pytest.mark.parametrize("has_adapter", [True, False])
 def test_each_completion_is_that_of_its_author(tmp_path, engine, has_adapter):
     given = {"peft": LORA} if has_adapter else {"ref_model": tiny.causal_lm(seed=5)}
-    made, rollouts = collected(Both, tmp_path / "both", rollout_engine=engine, **given)
-    _, alone = collected(GRPOTrainer, tmp_path / "alone", rollout_engine=engine, **given)
+    made, of_both = collected(Both, tmp_path / "both", rollout_engine=engine, **given)
+    rollouts = of_both.rollouts
+    alone = collected(GRPOTrainer, tmp_path / "alone", rollout_engine=engine, **given)[1].rollouts
     assert [rollout.request for rollout in rollouts] == [rollout.request for rollout in alone]
     made.model.eval()
     for rollout, of_policy in zip(rollouts, alone):
@@ -75,6 +78,16 @@ def test_each_completion_is_that_of_its_author(tmp_path, engine, has_adapter):
         else:  # what it is where the policy writes all; the last bits depend on how many are written at once
             assert rollout.completion_ids.tolist() == of_policy.completion_ids.tolist()
             np.testing.assert_allclose(written(rollout), written(of_policy), atol=1e-5)
+
+
+def test_drafts_are_counted_for_the_policys_completions(tmp_path):
+    """All write one letter over and over, so that the mean is the same whoever writes the other half."""
+    options = {"rollout_engine": "native", "rollout_drafts": 4, "max_rollout_slots": 1, "max_completion_length": 40}
+    options |= {"generation_kwargs": {"logit_bias": {65: 100.0}}, "ref_model": tiny.causal_lm(seed=5)}
+    alone, both = (collected(cls, tmp_path, **options)[1] for cls in (GRPOTrainer, Both))
+    assert len(both.rollouts) == len(alone.rollouts) == 8
+    assert both.numbers[FROM_DRAFTS] == pytest.approx(alone.numbers[FROM_DRAFTS], abs=4)
+    assert alone.numbers[FROM_DRAFTS] > 20  # of 40: 28.5 of this model
 
 
 def test_an_author_whom_nobody_knows_is_refused(tmp_path):

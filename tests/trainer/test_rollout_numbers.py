@@ -220,7 +220,7 @@ def test_what_drafts_brought_is_logged(tmp_path, drafts):
     found = [line[FROM_DRAFTS] for line in made.state.log_history if FROM_DRAFTS in line]
     completions = len(read_rollouts(tmp_path)["completion_ids"])
     assert found == ([pytest.approx(made.engine.accepted / completions)] if drafts else [])
-    assert (made.engine.accepted > 0) == (drafts > 0)
+    assert all(20 < mean < 40 for mean in found)  # of 40 tokens; drafts begin after the first look
 
 
 def test_one_tokenizer_is_a_list_of_one(tmp_path):

@@ -27,7 +27,7 @@ def _native(
         set_ones = {"rollout_kv_dtype": engine.rounds_cache, "rollout_weight_dtype": engine.rounds_weights}
         names = " and ".join(f"`{name}`" for name, is_set in set_ones.items() if is_set)
         raise ValueError(
-            f"{names} asked for {FP8!r}, which is of the native engine, and that does not run {type(engine.innermost).__name__}: "
+            f"{names}: only the native engine computes with {FP8!r}, and it does not run {type(engine.innermost).__name__}: "
             f"{reason}. Leave {names} out."
         )
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")

@@ -19,7 +19,7 @@ from posttrain.rollout.rollout import DATASET, POLICY, POLICY_LOGPS, SAMPLING_LO
 
 AnyRows = PromptRows | StreamedPrompts
 FROM_DRAFTS = "rollouts/tokens_from_drafts"
-"""Tokens of a completion that were drafts which turned out right, in the mean."""
+"""Tokens of one of the policy's completions that were accepted drafts, in the mean."""
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
 
 
@@ -73,12 +73,12 @@ class Writer:
         if self.only_given:
             self._write_as(DATASET, range(len(requests)), mine, requests, params, version, on_finished)
             return {}
-        engine = self.weight_sync.engine
+        engine, by_author = self.weight_sync.engine, _by_author(authors or [POLICY] * len(requests))
         with evaluating(self.weight_sync.model):
             numbers, drafted_before = self.weight_sync.ready(version), _tokens_from_drafts(engine)
             try:
                 if self.function is None:
-                    for author, indices in _by_author(authors or [POLICY] * len(requests)).items():
+                    for author, indices in by_author.items():
                         self._write_as(author, indices, mine, requests, params, version, on_finished)
                 else:
                     answer = self.function([row.prompt for row in mine], self.trainer)
@@ -89,7 +89,7 @@ class Writer:
                 engine.sleep()
         faults.fault_point("score")
         if drafted_before is not None:
-            numbers |= {FROM_DRAFTS: (engine.accepted - drafted_before) / max(len(requests), 1)}
+            numbers |= {FROM_DRAFTS: (engine.accepted - drafted_before) / max(len(by_author[POLICY]), 1)}
         return numbers
 
     def _write_as(
