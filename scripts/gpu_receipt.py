@@ -43,7 +43,9 @@ FOR_IMAGES = "transformers for images"
 MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 5
-"""Share the GPU, a file of tests at a time in each: most of a test's time is spent outside of the GPU."""
+"""Share the GPU: most of a test's time is spent outside of it."""
+SPREAD = {"cuda": "loadfile", "flash4": "load"}
+"""Section -> what a process gets at a time: a file of tests, or, where kernels are compiled for minutes, one test."""
 
 
 # ---- what was tested ------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def machine() -> dict:
 
 
 def run(sections: list[str], only: str | None, processes: int, images: bool) -> int:
-    """All tests of a file in one process: what one of them leaves behind, a user's process would have, too.
+    """All tests of a file in one process (see SPREAD): what one of them leaves behind, a user's process would have, too.
 
     Tests of time and of the card's memory have it to themselves (`whole_gpu`), and so have those with vLLM. Those of `images` need
     a newer transformers than a machine may have, so that a process of its own runs them at the end."""
@@ -146,7 +148,7 @@ def run(sections: list[str], only: str | None, processes: int, images: bool) -> 
     for section in sections:
         files = [str(path) for path in files_with_tests(section) if only is None or only in path.name]
         recorder = Recorder(section, receipt, only is None, continued=images)
-        spread = ["-n", str(processes), "--dist", "loadfile"] if section == "cuda" and processes > 1 else []
+        spread = ["-n", str(processes), "--dist", SPREAD[section]] if section in SPREAD and processes > 1 else []
         phases = [("images", spread[:2])] if images else [("not whole_gpu and not images", spread), ("whole_gpu", [])]
         for chosen, more in phases:
             pytest.main([*files, *more, "-m", chosen, "-rA", "--tb=short"], plugins=[recorder])

@@ -50,15 +50,12 @@ def edges(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "width"), [(12, 2, 128), (14, 2, 64), (8, 4, 256), (16, 16, 80), (16, 16, 192)]
-)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 30.0), (100, 30.0)])
-def test_rows_are_attended_to_as_in_float32(heads, key_heads, width, window, softcap, everywhere):
+def assert_rows_are_as_in_float32(heads, key_heads, width, window=None, softcap=None):
     torch.manual_seed(0)
     made = [
         torch.randn(1, sum(LENGTHS), n, width, device="cuda").transpose(1, 2) for n in (heads, key_heads, key_heads)
     ]
+    made[0] *= 1 if softcap is None else softcap / 8  # so that scores feel it
     made = [x.bfloat16() for x in made]
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -68,8 +65,22 @@ def test_rows_are_attended_to_as_in_float32(heads, key_heads, width, window, sof
         results[dtype] = [output, *torch.autograd.grad(output, given, flows)]
     for one, other in zip(results[torch.float32], results[torch.bfloat16], strict=True):
         assert (one - other.float()).norm() < 0.02 * one.norm()
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(12, 2, 128), (14, 2, 64), (8, 4, 256), (16, 16, 192)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 30.0), (100, 30.0)])
+def test_rows_are_attended_to_as_in_float32(heads, key_heads, width, window, softcap, everywhere):
+    assert_rows_are_as_in_float32(heads, key_heads, width, window, softcap)
     key = Variant(heads, key_heads, width, torch.bfloat16, True, window is not None, softcap or 0.0)
     assert flash4._least == {key: 0}
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_what_it_answers_wrongly_is_left_to_torchs_kernel(window):
+    """4.0.0b36 is off by more than the answers' own norm with heads of 80 on a Hopper, those of Qwen2-VL's tower."""
+    variant = Variant(16, 16, 80, torch.bfloat16, windowed=window is not None)
+    print(flash4.decide(variant, CUDA))
+    assert_rows_are_as_in_float32(*variant[:3], window)
 
 
 def test_operators_are_what_compilers_take_them_for(everywhere):
@@ -144,7 +155,7 @@ def test_recomputation_changes_no_gradient(selective, everywhere):
 
 def of_family(family, dtype, layout):
     model = families.model_of(family, head_dim=64, max_position_embeddings=4096).to("cuda", dtype).train()
-    if layout == PADDED:
+    if family == "gemma2":
         model.set_attn_implementation("eager")  # transformers' SDPA leaves out the soft-cap
     made = load_model(model, LoadOptions(device=CUDA, layout=PADDED if layout == PADDED else None))
     assert made.layout == layout, made.notes
@@ -160,6 +171,7 @@ def test_soft_caps_and_sinks_are_as_near_to_float32_as_without_it(family, rival,
         apart.append(((logps - exact[0]).abs().mean().item(), sine(gradient, exact[1])))
     print(f"{family}: {apart}")
     assert any(variant.windowed for variant in flash4._least)
+    assert family != "gemma2" or all(variant.softcap for variant in flash4._least)
     assert apart[0][0] < 1.3 * apart[1][0] + 1e-3
     assert apart[0][1] < 1.3 * apart[1][1] + 1e-2
 

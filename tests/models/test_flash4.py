@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 
 import pytest
@@ -228,6 +229,36 @@ def test_a_kernel_that_answers_otherwise_is_not_used(windowed, softcap, installe
     assert decision.least == NEVER
     assert "not used: it answers otherwise than the formula, by 0." in str(decision)
     assert not flash4.pays(variant, 1 << 20, CPU)
+
+
+def test_a_kernel_that_leaves_out_a_cap_of_50_is_not_used(installed, monkeypatch) -> None:
+    installed()
+    variant = USUAL._replace(softcap=50.0)
+    assert flash4.decide(variant, CPU).problem is None
+    flash4._decision.cache_clear()
+    scores_of = flash_kernels.scores_of
+    monkeypatch.setattr(flash_kernels, "scores_of", lambda *given: scores_of(*given[:-1], 0.0))
+    assert flash4.decide(variant, CPU).problem.startswith("answers otherwise than the formula")
+
+
+def test_what_is_compiled_is_kept_for_later_processes_in_a_folder_of_the_user(installed, monkeypatch, tmp_path) -> None:
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(flash4.os, "environ", dict(os.environ))
+    installed()
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setattr(flash4.Path, "home", lambda: tmp_path / "a file")
+    flash4._kernels()
+    assert names[0] not in flash4.os.environ  # no folder can be made there: each process compiles
+    monkeypatch.setattr(flash4.Path, "home", lambda: tmp_path)
+    flash4._kernels()
+    folder = tmp_path / ".cache" / "posttrain" / "flash4"
+    assert [flash4.os.environ[name] for name in names] == ["1", str(folder)]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    flash4.os.environ[names[0]] = "0"
+    flash4._kernels()
+    assert flash4.os.environ[names[0]] == "0"
 
 
 def test_a_kernel_that_fails_is_a_reason(installed, monkeypatch, caplog) -> None:

@@ -14,11 +14,11 @@ from torch import nn
 
 from posttrain import GRPOConfig, SFTConfig, SFTTrainer
 from posttrain.core.batch import RAGGED, SHARED
-from posttrain.models.layers import fp8
+from posttrain.models.layers import fp8, kernels
 from posttrain.models.load.model import LoadOptions, load_model
 from scripts.families import small_model
 from tests import tiny
-from tests.mixers import answers
+from tests.mixers import answers, assert_alike
 from tests.rollout import families
 
 
@@ -91,6 +91,19 @@ def test_log_probs_and_gradients_are_near_those_of_bfloat16():
     assert 0 < (logps - wanted).abs().mean() < 0.1
     flat = [torch.cat([g.flatten().float() for g in of.values()]) for of in (of_wanted, gradients)]
     assert nn.functional.cosine_similarity(*flat, dim=0) > 0.98
+
+
+def test_compiled_layers_compute_the_same(monkeypatch):
+    """Traced for any number of tokens and differentiated, as on a GPU; each traced operation is then run by itself."""
+    monkeypatch.setattr(kernels, "recomputing_inductor", "aot_eager")
+    found = [
+        answers(
+            load_model(model(vocab_size=260), LoadOptions(layout=RAGGED, fp8=True, layer_kernels=(kind,))).model,
+            RAGGED,
+        )
+        for kind in (kernels.PLAIN, kernels.COMPILED)
+    ]
+    assert_alike(found[1], found[0], tolerance=1e-6)
 
 
 @pytest.mark.slow

@@ -10,11 +10,14 @@ does not know, are used from the length of segments on at which it was faster.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,8 @@ TOKENS = 16_384  # in a row of them
 NEVER = 1 << 62
 PROBE_LENGTHS = (200, 77, 333)
 PROBE_WINDOW = 50
+PROBE_SPREAD = 1 / 8
+"""Standard deviation of the scores on which a soft-cap is tried, as a share of the cap: scores around 1 do not feel one of 50."""
 
 
 class Variant(NamedTuple):
@@ -60,6 +65,13 @@ is_installed = _is_installed()
 
 
 def _kernels() -> Any:
+    """Its module, which keeps what it compiles (5 to 15 s a variant) for later processes, in a folder that only the user writes to:
+    by itself it would compile in each process, and its own folder is in /tmp, where code of others could lie."""
+    folder = Path.home() / ".cache" / "posttrain" / "flash4"
+    with contextlib.suppress(OSError):  # a home that cannot be written to: each process compiles
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     return importlib.import_module(MODULE)
 
 
@@ -211,6 +223,7 @@ def _why_wrong(variant: Variant, device: torch.device) -> str | None:
     """None when answers and gradients of a ragged row are those of the formula."""
     counts = (variant.heads, variant.key_heads, variant.key_heads)
     given = heads_of(sum(PROBE_LENGTHS), counts, variant.width, variant.dtype, device)
+    given[0] = (max(1.0, variant.softcap * PROBE_SPREAD) * given[0].detach()).requires_grad_()
     bounds = _bounds(PROBE_LENGTHS, device)
     exact = [x.detach().float().requires_grad_() for x in given]
 

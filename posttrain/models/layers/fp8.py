@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from posttrain.models.layers.kernels import decoder_layers
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
-"""Of a row's largest value: rows of zeros stay zeros."""
 MULTIPLE = 16
 """The products' inner and outer sizes must be multiples of it; tokens are filled up."""
 LEAST_CAPABILITY = (8, 9)
@@ -99,7 +96,10 @@ def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(x: Tensor) -> Scaled:
-    """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale."""
+    """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale. Rows of zeros stay zeros."""
+    end = torch.finfo(
+        E4M3
+    ).max  # not a global: layers that are compiled for any size take a global float for one that may change
     largest = x.abs().amax(-1, keepdim=True).to(torch.float32)
-    scale = largest.clamp(min=SMALLEST) / LARGEST
+    scale = largest.clamp(min=torch.finfo(torch.float32).tiny * end) / end
     return (x / scale).to(E4M3).contiguous(), scale
