@@ -42,7 +42,7 @@ WHEELS, NEWER = "wheels", ("transformers==5.19.0", "num2words")
 FOR_IMAGES = "transformers for images"
 MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
-PROCESSES = 5
+PROCESSES = 8
 """Share the GPU: most of a test's time is spent outside of it."""
 SPREAD = {"cuda": "loadfile", "flash4": "load"}
 """Section -> what a process gets at a time: a file of tests, or, where kernels are compiled for minutes, one test."""

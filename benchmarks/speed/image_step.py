@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
         "ours checkpoints": [{"samples": 64, "micro": 16}],
         "tuned vllm": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
         "ours vllm": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
-        "default": [{"samples": 64, "micro": 8}],
+        "default": [{"samples": 16, "micro": 8}],
         "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
         "ours unshared": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
     },
