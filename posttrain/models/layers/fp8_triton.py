@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.models.layers.fp8 import E4M3, LARGEST, SMALLEST
+from posttrain.models.layers.fp8 import E4M3
 
 BLOCK = 4096
-_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+_LARGEST = tl.constexpr(torch.finfo(E4M3).max)
+_SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * torch.finfo(E4M3).max)  # rows of zeros stay zeros
 
 
 def scaled_triton(x: Tensor) -> tuple[Tensor, Tensor]:
