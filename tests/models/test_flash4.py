@@ -38,6 +38,8 @@ def put(patch: pytest.MonkeyPatch, least: int = 0) -> list[str]:
     patch.setitem(sys.modules, flash4.MODULE, flash_kernels.module(calls))
     patch.setattr(flash4, "is_installed", True)
     patch.setattr(flash4, "_least", {})
+    patch.setattr(flash4, "PROBE_LENGTHS", (20, 7, 33))
+    patch.setattr(flash4, "PROBE_WINDOW", 5)
     patch.setattr(flash4, "_gains", lambda variant, device: {max(least, 1): 2.0})
     patch.setattr(flash, "flash_can_run", lambda query: True)
     flash4._decision.cache_clear()
@@ -298,7 +300,7 @@ def test_gains_are_torchs_seconds_over_its_own(monkeypatch) -> None:
 @pytest.mark.skipif(not flash4.is_installed or torch.cuda.is_available(), reason="needs flash-attn-4, and no GPU")
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width", "causal", "window", "softcap"),
-    [(12, 2, 128, True, (-1, -1), 0.0), (12, 2, 128, False, (-1, -1), 0.0), (8, 4, 256, True, (4095, 0), 50.0),
+    [(28, 4, 128, True, (-1, -1), 0.0), (12, 2, 128, False, (-1, -1), 0.0), (8, 4, 256, True, (4095, 0), 50.0),
      (64, 8, 64, True, (127, 0), 0.0), (16, 16, 72, False, (-1, -1), 0.0), (16, 16, 192, True, (-1, -1), 0.0)],
 )  # fmt: skip
 def test_variants_compile_for_hopper(heads, key_heads, width, causal, window, softcap, monkeypatch) -> None:
