@@ -25,6 +25,7 @@ from posttrain import (
 from posttrain.core.batch import RAGGED
 from posttrain.data.collate import collate
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
+from posttrain.models.layers import fp8
 from posttrain.models.layers.kernels import COMPILED, compile_layers, fastest_kernels
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory.fit import activation_cost
@@ -303,6 +304,19 @@ def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):
     assert made.checkpoints.run_state.skipped_total == 1
     assert (tmp_path / "skipped_steps.jsonl").read_text().startswith('{"step": 3')
     assert all(torch.isfinite(p).all() for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(37, 48), (1025, 3584), (4096, 1000)])
+def test_rounding_in_8_bits_is_that_of_the_formula(rows, width):
+    """But for a division that may be off in its last bit: then a number is rounded to the other neighbour."""
+    x = torch.randn(rows, width, device="cuda").bfloat16()
+    found = [*fp8.by_rows(x), *fp8.by_columns(x), *fp8.BOTH(x)]
+    columns, straight = fp8._columns(x), fp8.scaled(x)
+    for one, other in zip(found, [*straight, *columns, *columns, *straight], strict=True):
+        assert one.shape == other.shape
+        one, other = one.float(), other.float()
+        assert (one == other).float().mean() > 0.999
+        torch.testing.assert_close(one, other, rtol=2**-3, atol=2**-9)
 
 
 def test_products_in_8_bits_are_near_and_compile():

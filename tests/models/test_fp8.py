@@ -54,11 +54,32 @@ def test_the_three_products_are_near_those_in_float64(tokens):
     assert ((found[0][3].double() - found[1][3]).norm() / found[1][3].norm()) < 0.01  # a bias is a sum, not a product
 
 
+def product(a, b):
+    return fp8.scaled_product(fp8.by_rows(a), fp8.by_rows(b), a.dtype)
+
+
+def test_operators_are_what_compilers_take_them_for():
+    for operator in (fp8.by_rows, fp8.by_columns, fp8.BOTH):
+        torch.library.opcheck(operator, (drawn(37, 32),), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_columns_are_rows_of_the_transpose_filled_up_with_zeros():
+    x = drawn(37, 32)
+    turned, scales = fp8.by_columns(x)
+    wanted, of_wanted = fp8.scaled(x.t())
+    assert turned.shape == (32, 48)
+    assert torch.equal(turned[:, :37].float(), wanted.float())
+    assert not turned[:, 37:].float().any()
+    assert torch.equal(scales, of_wanted)
+    for found, wanted in zip(fp8.BOTH(x), (turned, scales, *fp8.scaled(x)), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
 def test_another_row_changes_nothing():
     a, b = drawn(7, 32), drawn(16, 32, seed=1)
-    whole = fp8.product(a, b)
+    whole = product(a, b)
     a[3:] *= 1000
-    torch.testing.assert_close(fp8.product(a, b)[:3], whole[:3], rtol=0, atol=0)
+    torch.testing.assert_close(product(a, b)[:3], whole[:3], rtol=0, atol=0)
 
 
 def model(**changes):

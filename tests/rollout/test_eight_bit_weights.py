@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from posttrain.models.layers import fp8
 from posttrain.models.layers.kernels import compile_layers
 from posttrain.rollout.engines.mixture import Mixture
-from posttrain.rollout.engines.native import eight_bit_weights
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import FP8, generate
 from posttrain.rollout.engines.select import ENGINES
@@ -182,7 +181,7 @@ def test_the_probe_allows_what_8_bits_are_off_by(family):
 
 
 def test_what_is_off_by_more_is_refused(monkeypatch):
-    monkeypatch.setattr(eight_bit_weights, "_scaled", lambda x: (fp8.scaled(x)[0], 1.7 * fp8.scaled(x)[1]))
+    monkeypatch.setattr(fp8, "by_rows", lambda x: (fp8.scaled(x)[0], 1.7 * fp8.scaled(x)[1]))
     with pytest.raises(
         ValueError,
         match=r"`rollout_weight_dtype`: only the native engine .* 'fp8'.*: in 8 bits the native engine's answers differ",

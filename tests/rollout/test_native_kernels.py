@@ -167,10 +167,30 @@ def test_rows_are_rounded_for_products_as_torch_does(width):
     for given in (x, x.t().contiguous().t(), x.bfloat16()):
         wanted, scales = fp8.scaled(given)
         found, its_scales = scaled_triton(given)
-        assert torch.equal(its_scales, scales)
-        assert torch.equal(found.view(torch.uint8) & 127, wanted.view(torch.uint8) & 127)  # a zero may have either sign
-        signs = found.float().sign() == wanted.float().sign()
-        assert signs.all()
+        assert_rounded(found, its_scales, wanted, scales)
+
+
+def assert_rounded(found, scales, wanted, its_scales):
+    assert torch.equal(scales, its_scales)
+    assert torch.equal(found.view(torch.uint8) & 127, wanted.view(torch.uint8) & 127)  # a zero may have either sign
+    assert (found.float().sign() == wanted.float().sign()).all()
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "width"), [(7, 16), (128, 100), (1025, 130), (2100, 33)])
+def test_columns_are_rounded_for_products_as_torch_does(rows, width):
+    from posttrain.models.layers.fp8_triton import both_triton, columns_triton
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device=DEVICE) * 10 ** (6 * torch.rand(width, device=DEVICE) - 3)
+    x[:, 3] = 0
+    x[1] = 0
+    for given in (x, x.t().contiguous().t(), x.bfloat16()):
+        columns, straight = fp8._columns(given), fp8.scaled(given)
+        assert_rounded(*columns_triton(given), *columns)
+        found = both_triton(given)
+        assert_rounded(*found[:2], *columns)
+        assert_rounded(*found[2:], *straight)
 
 
 without_interpreter = pytest.mark.skipif(
@@ -187,8 +207,8 @@ def compiled_for(capability, kernel, pointers, others, constants):
     kinds = pointers | others | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     made = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", capability, 32), {"num_warps": 4})
-    assert "e4m3" in made.asm["ptx"]
     assert made.asm["cubin"]
+    return made.asm["ptx"]
 
 
 @without_interpreter
@@ -197,9 +217,20 @@ def compiled_for(capability, kernel, pointers, others, constants):
 def test_rows_are_rounded_on_ada_hopper_and_blackwell(capability, element):
     from posttrain.models.layers.fp8_triton import scaled_kernel
 
-    compiled_for(
-        capability, scaled_kernel, {"x": f"*{element}", "found": "*fp8e4nv", "scales": "*fp32"}, {}, {"BLOCK": 4096}
-    )
+    pointers = {"x": f"*{element}", "found": "*fp8e4nv", "scales": "*fp32"}
+    assert "e4m3" in compiled_for(capability, scaled_kernel, pointers, {}, {"BLOCK": 4096})
+
+
+@without_interpreter
+@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_columns_are_rounded_on_ada_hopper_and_blackwell(capability, with_rows):
+    from posttrain.models.layers.fp8_triton import TILE, TILES, largest_kernel, tile_kernel
+
+    pointers = {"x": "*bf16", "of_columns": "*fp32", "of_rows": "*fp32", "turned": "*fp8e4nv", "straight": "*fp8e4nv"}
+    constants = {"TILE": TILE, "WITH_ROWS": with_rows}
+    assert "e4m3" in compiled_for(capability, tile_kernel, pointers, {}, constants)
+    assert "atom" in compiled_for(capability, largest_kernel, pointers, {}, constants | {"TILES": TILES})
 
 
 @without_interpreter
@@ -218,7 +249,7 @@ def test_pages_of_8_bits_are_read_on_ada_hopper_and_blackwell(capability, elemen
     }  # fmt: skip
     pointers = {"addresses": "*i64", "table": "*i32", "positions": "*i64", "prefixes": "*i64", "remaining": "*i64"}
     pointers |= dict.fromkeys(("query", "key", "value", "sinks"), f"*{element}") | {"output": "*fp32", "sums": "*fp32"}
-    compiled_for(capability, decode_kernel, pointers, {"scale": "fp32", "softcap": "fp32"}, constants)
+    assert "e4m3" in compiled_for(capability, decode_kernel, pointers, {"scale": "fp32", "softcap": "fp32"}, constants)
 
 
 @pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])

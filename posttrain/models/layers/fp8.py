@@ -9,13 +9,16 @@ backward, too. A row's scale depends on that row alone, so that tokens change no
 
 from __future__ import annotations
 
+import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.models.layers.kernels import decoder_layers
+from posttrain.models.triton_support import runs_triton
 
 E4M3 = torch.float8_e4m3fn
 MULTIPLE = 16
@@ -66,30 +69,21 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return product(hidden, weight)
+        return scaled_product(by_rows(hidden), by_rows(weight), hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, flows: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
+        *columns, rows, of_rows = BOTH(flows)
         of_hidden, of_weight = ctx.needs_input_grad
-        missing = -len(hidden) % MULTIPLE  # tokens of zeros add nothing to a sum over tokens
         return (
-            product(flows, weight.t()) if of_hidden else None,
-            product(_filled(flows, missing), _filled(hidden, missing)) if of_weight else None,
+            scaled_product((rows, of_rows), by_columns(weight), flows.dtype) if of_hidden else None,
+            scaled_product(columns, by_columns(hidden), flows.dtype) if of_weight else None,
         )
 
 
-def _filled(tokens: Tensor, missing: int) -> Tensor:
-    """(tokens, n) -> (n, tokens + missing)."""
-    return nn.functional.pad(tokens.t(), (0, missing)) if missing else tokens.t()
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """(m, k), (n, k) -> (m, n) = a b^T, in the dtype of `a`."""
-    return scaled_product(scaled(a), scaled(b), a.dtype)
-
-
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """(m, k), (n, k) -> (m, n) = a b^T."""
     (rows, of_rows), (columns, of_columns) = a, b
     how = {"scale_a": of_rows, "scale_b": of_columns.t(), "out_dtype": dtype, "use_fast_accum": True}
     return torch._scaled_mm(rows, columns.t(), **how)
@@ -97,9 +91,59 @@ def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 def scaled(x: Tensor) -> Scaled:
     """(m, k) -> the same in e4m3, and (m, 1) the scales: x = result * scale. Rows of zeros stay zeros."""
-    end = torch.finfo(
-        E4M3
-    ).max  # not a global: layers that are compiled for any size take a global float for one that may change
+    end = torch.finfo(E4M3).max
     largest = x.abs().amax(-1, keepdim=True).to(torch.float32)
     scale = largest.clamp(min=torch.finfo(torch.float32).tiny * end) / end
     return (x / scale).to(E4M3).contiguous(), scale
+
+
+def filled(tokens: int) -> int:
+    """The next multiple of MULTIPLE: zeros add nothing to a sum over tokens."""
+    return -(-tokens // MULTIPLE) * MULTIPLE
+
+
+def _columns(x: Tensor) -> Scaled:
+    return scaled(nn.functional.pad(x.t(), (0, filled(len(x)) - len(x))))
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_columns(x), *scaled(x)
+
+
+# ---- as operators: what compilers make of the formula reads its operands twice as often as the kernels do --------------------
+
+
+def _kernels(name: str, formula: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Where Triton runs, the kernel of this name."""
+
+    def rounded(x: Tensor) -> tuple[Tensor, ...]:
+        if not runs_triton(x):
+            return formula(x)
+        return getattr(importlib.import_module("posttrain.models.layers.fp8_triton"), name)(x)
+
+    return rounded
+
+
+def _shapes(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+def _shapes_of_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    return x.new_empty(width, filled(rows), dtype=E4M3), x.new_empty(width, 1, dtype=torch.float32)
+
+
+_library = torch.library.Library("posttrain", "FRAGMENT")
+for _name, _results, _kernel, _formula, _fake in (
+    ("rows", 2, "scaled_triton", scaled, _shapes),
+    ("columns", 2, "columns_triton", _columns, _shapes_of_columns),
+    ("both", 4, "both_triton", _both, lambda x: (*_shapes_of_columns(x), *_shapes(x))),
+):
+    _library.define(f"e4m3_{_name}(Tensor x) -> ({', '.join(['Tensor'] * _results)})")
+    _library.impl(f"e4m3_{_name}", _kernels(_kernel, _formula), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"posttrain::e4m3_{_name}", _fake, lib=_library)
+by_rows = torch.ops.posttrain.e4m3_rows.default
+"""(m, k) -> `scaled`."""
+by_columns = torch.ops.posttrain.e4m3_columns.default
+"""(m, k) -> `scaled` of the transpose, (k, `filled(m)`)."""
+BOTH = torch.ops.posttrain.e4m3_both.default

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from posttrain.models.layers import fp8
 from posttrain.models.load.adapters import is_peft_model, is_quantized
-from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.probe import uncompiled
 
 
@@ -66,7 +65,7 @@ class EightBitWeights:
 
     def _round(self) -> None:
         for layer in (layer for layer in fp8.linears(self._innermost) if "forward" not in vars(layer)):
-            made = _scaled(layer.weight.detach())
+            made = fp8.by_rows(layer.weight.detach())
             if layer in self._kept:
                 for kept, new in zip(self._kept[layer], made, strict=True):
                     kept.view(torch.uint8).copy_(new.view(torch.uint8))  # 8-bit floats cannot be copied everywhere
@@ -74,15 +73,7 @@ class EightBitWeights:
                 self._kept[layer] = made
 
 
-def _scaled(x: Tensor) -> fp8.Scaled:
-    if runs_triton(x):
-        from posttrain.models.layers.fp8_triton import scaled_triton
-
-        return scaled_triton(x)
-    return fp8.scaled(x)
-
-
 def _forward(bias: Tensor | None, weight: fp8.Scaled, hidden: Tensor) -> Tensor:
-    output = fp8.scaled_product(_scaled(hidden.flatten(0, -2)), weight, hidden.dtype)
+    output = fp8.scaled_product(fp8.by_rows(hidden.flatten(0, -2)), weight, hidden.dtype)
     output = output if bias is None else output + bias
     return output.view(*hidden.shape[:-1], len(weight[0]))
