@@ -33,7 +33,8 @@ PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute.interface"
 LENGTHS = (256, 1024, 4096)  # of segments, that it is measured at
 TOKENS = 16_384  # in a row of them
 NEVER = 1 << 62
-TILE = 128  # queries that it reads together; heads of one key share a tile, by a slower way where their number is no divisor of it
+TILE = 128
+"""Queries that it reads together. Heads of one key share a tile, which is read otherwise where their number does not divide it."""
 PROBE_LENGTHS = (200, 77, 4096)  # with seven heads to a key 4.0.0b36 was right up to 2,500 tokens, and 5 % off at 4,096
 PROBE_WINDOW = 50
 PROBE_SPREAD = 1 / 8

@@ -110,7 +110,7 @@ def _both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *_columns(x), *scaled(x)
 
 
-# ---- as operators: what compilers make of the formula reads its operands twice as often as the kernels do --------------------
+# ---- as operators, with kernels of our own: with those of the compiler a layer of a 7B was no faster than in bfloat16 -------
 
 
 def _kernels(name: str, formula: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
