@@ -4,10 +4,9 @@
         [--ways bf16 varlen dense fp8] [--profile 25] [--tiny]
 
 Random weights, bfloat16, `compile_layers`. `varlen` is bfloat16 by torch's ragged kernel alone, `dense` with the dense attention of
-long segments and without FlashAttention 4; the others may take both. A line of JSON for
-each: median milliseconds, tokens a second, peak memory, the loss (one feature of each token, times a random number), and how far
-its gradient is from that of the first way, as the sine of the angle between the two.
-`--profile` adds the kernels that take longest.
+long segments and without FlashAttention 4; the others may take both. A line of JSON for each: median milliseconds, tokens a
+second, peak memory, the loss (one feature of each token, times a random number), and how far its gradient is from that of the first
+way, as the sine of the angle between the two. `--profile` adds the kernels that take longest.
 """
 
 from __future__ import annotations
