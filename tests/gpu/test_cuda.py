@@ -319,15 +319,23 @@ def test_rounding_in_8_bits_is_that_of_the_formula(rows, width):
         torch.testing.assert_close(one, other, rtol=2**-3, atol=2**-9)
 
 
-def test_products_in_8_bits_are_near_and_compile():
-    """Forward, backward with a row that is no multiple of 16, and a copy of the model."""
-    found = {}
-    for rounds in (False, True):
-        made = tiny.causal_lm(dtype=torch.bfloat16, **WIDE).cuda()
-        loaded = load_model(
-            made, LoadOptions(layout=RAGGED, layer_kernels=(COMPILED,), fp8=rounds, device=torch.device("cuda"))
+def test_compiled_products_in_8_bits_are_as_near_to_float32_as_the_formulas():
+    """Forward, and backward with a number of rows that is no multiple of 16; the formula is computed on the host."""
+
+    def found(dtype, device, **more):
+        made = load_model(
+            tiny.causal_lm(dtype=dtype, **WIDE).to(device),
+            LoadOptions(layout=RAGGED, device=torch.device(device), **more),
         )
-        answered = answers(loaded.model, RAGGED)
-        found[rounds] = [answered[0], torch.cat([g.flatten().float() for g in answered[1].values()])]
-    assert 0 < (found[True][0] - found[False][0]).abs().mean() < 0.1
-    assert torch.nn.functional.cosine_similarity(found[True][1], found[False][1], dim=0) > 0.97
+        logps, gradients = answers(made.model, RAGGED)
+        return logps.float().cpu(), torch.cat([gradient.flatten().float().cpu() for gradient in gradients.values()])
+
+    exact = found(torch.float32, "cpu")
+    on_host = found(torch.bfloat16, "cpu", fp8=True)
+    on_card = found(torch.bfloat16, "cuda", fp8=True, layer_kernels=(COMPILED,))
+    apart = [(logps - exact[0]).abs().mean() for logps, _ in (on_host, on_card)]
+    sines = [
+        1 - torch.nn.functional.cosine_similarity(flows, exact[1], dim=0).square() for _, flows in (on_host, on_card)
+    ]
+    assert 0.7 < apart[1] / apart[0] < 1.4, apart
+    assert 0.5 < sines[1] / sines[0] < 2, sines
