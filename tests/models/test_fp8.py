@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import types
 
 import numpy as np
@@ -180,6 +181,11 @@ def test_not_with_adapters_nor_for_completions_nor_for_odd_sizes(tmp_path, monke
     ).bfloat16()
     with pytest.raises(ValueError, match="no linear layers whose sizes are multiples of 16"):
         load_model(odd, LoadOptions(fp8=True))
+    monkeypatch.setattr(fp8, "_host_scales_rows", lambda: False)
+    with pytest.raises(
+        ValueError, match=rf"torch {re.escape(torch.__version__)} computes 8-bit products on a CPU with one scale"
+    ):
+        load_model(model(), LoadOptions(fp8=True))
     monkeypatch.setattr(fp8, "why_not", lambda device: "A100 has no 8-bit products")
     with pytest.raises(ValueError, match=r"A100 has no 8-bit products\. Leave it out"):
         load_model(model(), LoadOptions(fp8=True))

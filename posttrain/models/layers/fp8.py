@@ -9,6 +9,7 @@ backward, too. A row's scale depends on that row alone, so that tokens change no
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -34,7 +35,22 @@ def why_not(device: torch.device) -> str | None:
     """None where 8-bit products can be computed; else the reason, as the end of a sentence."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has no 8-bit products; Ada and Hopper GPUs, and newer ones, have"
+    if device.type == "cpu" and not _host_scales_rows():
+        return (
+            f"torch {torch.__version__} computes 8-bit products on a CPU with one scale only, not with one for each row"
+        )
     return None
+
+
+@functools.cache
+def _host_scales_rows() -> bool:
+    """torch 2.13 does; 2.11 ends with an assertion about scales."""
+    one = by_rows(torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16))
+    try:
+        scaled_product(one, one, torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def use_fp8(innermost: nn.Module) -> int:
