@@ -13,6 +13,7 @@ from posttrain.data.collate import collate
 from posttrain.models.attention import flash4, ragged
 from posttrain.models.attention.flash4 import NEVER, Variant
 from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.attention.trial import flows_of
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
@@ -61,8 +62,7 @@ def assert_rows_are_as_in_float32(heads, key_heads, width, window=None, softcap=
     for dtype in (torch.float32, torch.bfloat16):
         given = [x.detach().to(dtype).requires_grad_() for x in made]
         output = segment_attention(*given, edges(LENGTHS), max(LENGTHS), None, 0.0, window, None, softcap)
-        flows = torch.arange(output.numel(), device="cuda").remainder(7).sub(3).to(dtype).view_as(output)
-        results[dtype] = [output, *torch.autograd.grad(output, given, flows)]
+        results[dtype] = [output, *torch.autograd.grad(output, given, flows_of(output))]
     for one, other in zip(results[torch.float32], results[torch.bfloat16], strict=True):
         assert (one - other.float()).norm() < 0.02 * one.norm()
 
@@ -181,6 +181,8 @@ def test_soft_caps_and_sinks_are_as_near_to_float32_as_without_it(family, rival,
 def test_the_gain_is_measured(heads, key_heads, width):
     decision = flash4.decide(Variant(heads, key_heads, width, torch.bfloat16), CUDA)
     print(f"{heads}/{key_heads} x {width}: {decision}")
-    print(f"{heads}/{key_heads} x {width}: {ragged.long_gain(heads, key_heads, width, torch.bfloat16, CUDA)}")
+    beside = ragged.long_gain(heads, key_heads, width, torch.bfloat16, CUDA)
+    print(f"{heads}/{key_heads} x {width}: {beside}")
     assert decision.problem is None
+    assert beside.problem is None
     assert decision.least < NEVER

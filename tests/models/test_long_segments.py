@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core import batch as batches
 from posttrain.core.batch import RAGGED, SHARED, LongSegments
@@ -14,6 +15,7 @@ from posttrain.data.collate import collate
 from posttrain.models.attention import dense, ragged
 from posttrain.models.attention.dense import Gain, filled, long_segment_attention
 from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.attention.trial import NEAR, apart, heads_of, tried
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
 from tests.tiny import causal_lm
@@ -130,3 +132,19 @@ def test_a_gain_says_what_it_means():
     assert "could not be run" in str(Gain(0, "could not be run (RuntimeError: no)"))
     heads_of_16 = ragged.long_gain(4, 2, 16, torch.bfloat16, torch.device("cpu"))
     assert heads_of_16.problem == "is not asked for heads of 16"
+
+
+@pytest.mark.parametrize("heads_to_a_key", [6, 7, 8])
+def test_a_trial_tells_no_kernel_from_one_that_adds_heads_in_bfloat16(heads_to_a_key):
+    """As cuDNN does and FlashAttention 4 does not: both are right."""
+    torch.manual_seed(0)
+    given = heads_of(1024, (heads_to_a_key, 1, 1), 64, torch.bfloat16, torch.device("cpu"))
+    exact = [x.detach().float().requires_grad_() for x in given]
+
+    def attend(heads):
+        q, k, v = (x.expand(-1, heads_to_a_key, -1, -1) for x in heads)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    _, wanted = tried(lambda: attend(exact), exact, 0)
+    _, found = tried(lambda: attend(given), given, 0)
+    assert apart(wanted, found) < NEAR / 3

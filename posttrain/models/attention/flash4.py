@@ -33,10 +33,7 @@ PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute.interface"
 LENGTHS = (256, 1024, 4096)  # of segments, that it is measured at
 TOKENS = 16_384  # in a row of them
 NEVER = 1 << 62
-TILE = 128
-"""Queries that it reads together. Heads of one key share a tile, which is read otherwise where their number does not divide it."""
-PROBE_LENGTHS = (200, 77, 4096)
-"""28 heads of 4 keys were right with 333 tokens, and 5 % of the norm away from cuDNN's results with 4,096 (4.0.0b36, H200)."""
+PROBE_LENGTHS = (200, 77, 4096)  # the last in many tiles
 PROBE_WINDOW = 50
 PROBE_SPREAD = 1 / 8
 """Standard deviation of the scores on which a soft-cap is tried, as a share of the cap: scores around 1 do not feel one of 50."""
@@ -93,9 +90,7 @@ def _arguments(
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     # As they mostly are. It copies some other layouts and keeps the rest, and its results are laid out like what it made of them.
     q, k, v = (x.contiguous() for x in (q, k, v))
-    fits = TILE % (q.shape[1] // k.shape[1]) == 0
-    how = _arguments(*how) | {"return_lse": True, "pack_gqa": None if fits else False}
-    return _kernels()._flash_attn_fwd(q, k, v, **how)[:2]
+    return _kernels()._flash_attn_fwd(q, k, v, **_arguments(*how), return_lse=True)[:2]
 
 
 def _backward(
