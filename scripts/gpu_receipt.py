@@ -5,8 +5,8 @@
     python scripts/gpu_receipt.py --check         anywhere, standard library only: is the receipt fresh and green?
 
 A receipt is fresh as long as the files of posttrain/ and tests/gpu/ are those that were tested, and green when every test passed;
-a skipped test is not a passed one. Tests with vLLM and those with FlashAttention 4 are sections of their own, with a digest of the
-files that concern these packages: they are rarely there, and other changes do not touch them.
+a skipped test is not a passed one. Tests with vLLM and those with FlashAttention 3 and 4 are sections of their own, with a digest
+of the files that concern these packages: they are rarely there, and other changes do not touch them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECEIPT = ROOT / "tests" / "gpu" / "receipt.json"
 TESTED = ("posttrain", "tests/gpu")
-SECTIONS = ("cuda", "vllm", "flash4")
+SECTIONS = ("cuda", "vllm", "flash")
 PACKAGES = (
     "datasets", "dill", "multiprocess", "xxhash", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime==4.13.2",
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
@@ -44,7 +44,7 @@ MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 8
 """Share the GPU: most of a test's time is spent outside of it."""
-SPREAD = {"cuda": "loadfile", "flash4": "load"}
+SPREAD = {"cuda": "loadfile", "flash": "load"}
 """Section -> what a process gets at a time: a file of tests, or, where kernels are compiled for minutes, one test."""
 
 
@@ -53,7 +53,7 @@ SPREAD = {"cuda": "loadfile", "flash4": "load"}
 
 CONCERNS = {
     "vllm": ("posttrain/serve/", "posttrain/rollout/engines/weight_sync"),
-    "flash4": ("posttrain/models/attention/",),
+    "flash": ("posttrain/models/attention/",),
 }
 """Section -> files that concern it beside those with its name."""
 
@@ -229,7 +229,7 @@ def in_words(receipt: dict) -> str:
     titles = {
         "cuda": "`tests/gpu` on a GPU",
         "vllm": "`tests/gpu` with vLLM",
-        "flash4": "`tests/gpu` with FlashAttention 4",
+        "flash": "`tests/gpu` with FlashAttention 3 and 4",
     }
     said = [f"{titles[section]}: {summary(receipt[section])}" for section in SECTIONS if section in receipt]
     return " ".join(said or ["`tests/gpu` has not been run on a GPU for this tree."])

@@ -1,17 +1,18 @@
-"""vLLM, or FlashAttention 4, for a machine with CUDA and without network, to which little can be sent at a time: stripped, packed
-and cut in parts.
+"""vLLM, or FlashAttention 3 and 4, for a machine with CUDA and without network, to which little can be sent at a time: stripped,
+packed and cut in parts.
 
     python scripts/pack_in_parts.py vllm .carry_vllm      here: .carry_vllm0, .carry_vllm1, ... each with a part of less than 50 MiB
-    python scripts/pack_in_parts.py flash4 .carry_flash
+    python scripts/pack_in_parts.py flash .carry_flash
 
 There, one call after the other while the machine is kept, `cp .carry_vllm0/part /tmp/part0` and so on, and at the end
 
     mkdir /tmp/vllm; cat /tmp/part? | xz -dc | tar x -C /tmp/vllm; PYTHONPATH=/tmp/vllm:.carry python3 -c "from vllm import LLM"
 
-(`.carry` is that of `scripts/gpu_receipt.py --pack`; take transformers 5.19 out of its wheels for models with images;
-FlashAttention 4 wants /tmp/flash4/nvidia_cutlass_dsl/dsl_packages on the path, too). What is left out of vLLM was not missed on an
-H200: flash attention 2 (3 is there), kernels of other cards, OpenCV, gRPC, and numba, whose decorators do nothing here, since only
-drafts by n-grams are compiled with it.
+(`.carry` is that of `scripts/gpu_receipt.py --pack`; take transformers 5.19 out of its wheels for models with images.
+FlashAttention 4 wants /tmp/flash/nvidia_cutlass_dsl/dsl_packages on the path, too; 3 the CUDA runtime that it was linked with:
+LD_LIBRARY_PATH=/tmp/flash/nvidia/cuda_runtime/lib.) What is left out of vLLM was not missed on an H200: flash attention 2 (3 is
+there), kernels of other cards, OpenCV, gRPC, and numba, whose decorators do nothing here, since only drafts by n-grams are compiled
+with it.
 """
 
 from __future__ import annotations
@@ -52,18 +53,20 @@ VLLM = (
     "yarl==1.25.1", "zipp==4.1.2",
 )  # fmt: skip
 """With what it imports and scripts/gpu_receipt.py does not pack, in versions with which TRL 1.16 and we wrote completions."""
+FLASH3 = ("xformers==0.0.34", "nvidia-cuda-runtime-cu12==12.8.90")
+"""The library of FlashAttention 3, in the only wheel of PyPI that has it, and the CUDA runtime that it was linked with."""
 FLASH4 = (
     "flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "nvidia-cutlass-dsl-libs-base==4.8.1",
     "nvidia-cutlass-dsl-libs-core==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1", "apache-tvm-ffi==0.1.15.post2",
     "torch-c-dlpack-ext==0.1.5", "quack-kernels==0.6.5", "cuda-bindings==13.5.0", "cuda-pathfinder==1.9.0", "einops==0.8.2",
     "protobuf==7.36.2",
 )  # fmt: skip
-PACKAGES = {"vllm": VLLM, "flash4": FLASH4}
+PACKAGES = {"vllm": VLLM, "flash": (*FLASH3, *FLASH4)}
 LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/fmha_sm100", "vllm/vllm-rs", "vllm/_qutlass_C.abi3.so",
     "vllm/third_party/deep_gemm/_C.cpython-310*", "vllm/third_party/deep_gemm/_C.cpython-311*",
     "vllm/third_party/deep_gemm/_C.cpython-313*", "vllm/third_party/deep_gemm/_C.cpython-314*", "pycountry/locales",
-    "mistral_common/data/*.json", "mistral_common/data/*.model*", "uvloop/loop.c",
+    "mistral_common/data/*.json", "mistral_common/data/*.model*", "uvloop/loop.c", "xformers/_C.so",
 )  # fmt: skip
 PART = 49 * 2**20
 NUMBA = """

@@ -30,7 +30,7 @@ from benchmarks.speed.special_rows import SPECIAL_ROWS
 
 DEMO_MODEL = str(Path.home() / ".cache" / "posttrain" / "smollm2-135m-instruct")  # where `posttrain demo` keeps it
 PACKAGES = (
-    "torch", "transformers", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn-4", "tokenizers", "triton",
+    "torch", "transformers", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn-4", "xformers", "tokenizers", "triton",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
         [--ways bf16 varlen dense fp8] [--profile 25] [--tiny]
 
 Random weights, bfloat16, `compile_layers`. `varlen` is bfloat16 by torch's ragged kernel alone, `dense` with the dense attention of
-long segments and without FlashAttention 4; the others may take both. A line of JSON for each: median milliseconds, tokens a
+long segments and without packages; the others may take both. A line of JSON for each: median milliseconds, tokens a
 second, peak memory, the loss (one feature of each token, times a random number), and how far its gradient is from that of the first
 way, as the sine of the angle between the two. `--profile` adds the kernels that take longest.
 """
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
 from posttrain.core.batch import LongSegments
-from posttrain.models.attention import flash4
+from posttrain.models.attention import flash_choice
 from posttrain.models.attention.dense import dense_gain
 from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.layers.kernels import COMPILED, PLAIN
@@ -102,14 +102,14 @@ def main() -> None:
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = (PLAIN if asked.tiny else COMPILED,)
-    has_flash4 = flash4.is_installed
+    installed = flash_choice.INSTALLED
     whole = built("tiny" if asked.tiny else asked.shape, asked.layers, device)
     for each in asked.segments:
         length, count = map(int, each.split("x"))
         first = None
         for name in asked.ways:
             torch.compiler.reset()
-            flash4.is_installed = has_flash4 and name not in ("varlen", "dense")
+            flash_choice.INSTALLED = () if name in ("varlen", "dense") else installed
             dense_gain.cache_clear()  # over the ragged kernel of this way
             options = LoadOptions(layer_kernels=kernels, device=device, fp8=name == "fp8")
             model = load_model(copy.deepcopy(whole), options).model.train()

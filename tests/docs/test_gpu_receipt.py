@@ -78,12 +78,12 @@ def test_the_section_of_vllm_is_touched_by_its_own_files_only(tree):
 
 
 def test_every_file_of_tests_is_in_one_section(tree):
-    (tree / "tests" / "gpu" / "test_flash4.py").write_text("")
+    (tree / "tests" / "gpu" / "test_flash_packages.py").write_text("")
     names = {section: [path.name for path in files_with_tests(section, tree)] for section in SECTIONS}
-    assert names == {"cuda": ["test_one.py"], "vllm": ["test_vllm.py"], "flash4": ["test_flash4.py"]}
+    assert names == {"cuda": ["test_one.py"], "vllm": ["test_vllm.py"], "flash": ["test_flash_packages.py"]}
     (tree / "posttrain" / "models" / "attention").mkdir(parents=True)
     (tree / "posttrain" / "models" / "attention" / "flash.py").write_text("")
-    assert set(files_of("flash4", tree)) == {"posttrain/models/attention/flash.py", "tests/gpu/test_flash4.py"}
+    assert set(files_of("flash", tree)) == {"posttrain/models/attention/flash.py", "tests/gpu/test_flash_packages.py"}
 
 
 def test_the_check_needs_the_standard_library_only():

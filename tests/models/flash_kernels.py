@@ -1,4 +1,4 @@
-"""Stand-ins for flash kernels, by the formula: torch's own (`forward`, `backward`) and FlashAttention 4 (`module`)."""
+"""Stand-ins for flash kernels, by the formula: torch's (`forward`, `backward`), FlashAttention 3 (`operators`) and 4 (`module`)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,39 @@ def backward(
     return gradients(grad, q, k, v, out, sums, cu_q, cu_k, causal, scale, window, 0.0)
 
 
-# ---- with those of FlashAttention 4 ------------------------------------------------------------------------------------
+# ---- with those of FlashAttention 3 and 4 ------------------------------------------------------------------------------
+
+
+def _checked(how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    bounds = how["cu_seqlens_q"], how["cu_seqlens_k"]
+    assert all(x.dtype == torch.int32 for x in bounds)
+    assert [int(x.diff().max()) for x in bounds] == [how["max_seqlen_q"], how["max_seqlen_k"]]
+    return bounds
+
+
+def operators(calls: list[str]) -> Any:
+    """As `torch.ops.flash_attn_3`; what is called is noted."""
+
+    def given(how: dict[str, Any]) -> tuple[Any, ...]:
+        window = how["window_size_left"], how["window_size_right"]
+        return *_checked(how), how["is_causal"], how["softmax_scale"], window, how["softcap"]
+
+    def fwd(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, num_splits: int, **how: Any) -> tuple[Any, ...]:
+        assert all(x.stride(-1) == 1 for x in (q, k, v, out))
+        calls.append("forward")
+        found, sums = attended(q, k, v, *given(how))
+        return out.copy_(found), sums, torch.empty(0), torch.empty(0)
+
+    def bwd(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        **how: Any,
+    ) -> None:  # fmt: skip
+        assert all(x.stride(-1) == 1 for x in (dout, q, k, v, out, dq, dk, dv))
+        calls.append("backward")
+        for gradient, found in zip((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, *given(how))):
+            gradient.copy_(found)
+
+    return SimpleNamespace(fwd=fwd, bwd=bwd)
 
 
 def module(calls: list[str]) -> Any:
@@ -101,11 +133,7 @@ def module(calls: list[str]) -> Any:
         return -1 if left is None else left, -1 if right is None else right
 
     def given(how: dict[str, Any]) -> tuple[Any, ...]:
-        bounds = how["cu_seqlens_q"], how["cu_seqlens_k"]
-        assert all(x.dtype == torch.int32 for x in bounds)
-        longest = [int(x.diff().max()) for x in bounds]
-        assert longest == [how["max_seqlen_q"], how["max_seqlen_k"]]
-        return *bounds, how["causal"], how["softmax_scale"], window(how), how["softcap"]
+        return *_checked(how), how["causal"], how["softmax_scale"], window(how), how["softcap"]
 
     def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **how: Any) -> tuple[Any, ...]:
         calls.append("forward")

@@ -179,17 +179,17 @@ def attention_by_shape(dtype: torch.dtype) -> list[Line]:
     """Which kernel attends to ragged rows on the GPU, measured."""
     import torch
 
-    from posttrain.models.attention import flash4
+    from posttrain.models.attention import flash_choice
     from posttrain.models.attention.ragged import long_gain
 
     device, lines = torch.device("cuda"), []
-    if not flash4.is_installed:
+    if not flash_choice.INSTALLED:
         purpose = "for attention that is faster on Hopper and Blackwell GPUs"
-        lines.append(Line(MISSING, flash4.PACKAGE, f"{purpose}: pip install 'posttrain[flash4]'"))
+        lines.append(Line(MISSING, "flash-attn-4", f"{purpose}: pip install 'posttrain[flash4]'"))
     for heads, key_heads, width in ((32, 8, 128), (14, 2, 64)):  # usual shapes of 8B and of 0.5B
         name, shape = f"{heads}/{key_heads} heads of {width}", (heads, key_heads, width, dtype)
-        if flash4.is_installed:
-            lines.append(Line(GOOD, name, str(flash4.decide(flash4.Variant(*shape), device))))
+        if flash_choice.INSTALLED:
+            lines.append(Line(GOOD, name, str(flash_choice.decide(flash_choice.Variant(*shape), device))))
         lines.append(Line(GOOD, name, str(long_gain(*shape, device))))
     return lines
 

@@ -1,4 +1,4 @@
-"""One call of a flash kernel over ragged rows: torch's own varlen kernel, or FlashAttention 4 (`flash4`) where that pays.
+"""One call of a flash kernel over ragged rows: torch's own varlen kernel, or that of a package (`flash_choice`) where that pays.
 
 Both give, beside the output, the log-sum-exp L of each query's scores; the backward needs only output and L, so that a softmax may
 be put together from several calls (`prefix`) and its backward be run with the whole one's.
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.attention import flash4
-from posttrain.models.attention.flash4 import FLASH4, FLASH4_BACKWARD, Variant
+from posttrain.models.attention import flash_choice
+from posttrain.models.attention.flash_choice import Variant
+from posttrain.models.attention.flash_packages import Package
 
 HALF = (torch.float16, torch.bfloat16)
 EVERYTHING = (-1, -1)
@@ -41,9 +42,9 @@ class FlashCall(NamedTuple):
         return self.forward(q, k, v)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Output, log-sum-exps (heads, tokens), and the random state of dropout: none from FlashAttention 4."""
-        if self.is_flash4(q, k):
-            return *FLASH4(q, k, v, *self._bounds, *self._how), ()
+        """Output, log-sum-exps (heads, tokens), and the random state of dropout: none from a package."""
+        if (package := self.package(q, k)) is not None:
+            return *package.forward(q, k, v, *self._bounds, *self._how), ()
         if self.softcap:
             raise NotImplementedError("torch's flash kernel has no soft-cap.")
         left, right = self.window
@@ -58,7 +59,8 @@ class FlashCall(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, of a forward that gave `seed`, with the output and sums of the whole softmax."""
         if not seed:
-            return FLASH4_BACKWARD(grad_out, q, k, v, out, sums, *self._bounds, *self._how)
+            package = flash_choice.served(self._variant(q, k), self.longest)
+            return package.backward(grad_out, q, k, v, out, sums, *self._bounds, *self._how)
         left, right = self.window
         return torch.ops.aten._flash_attention_backward(
             grad_out, q, k, v, out, sums, *self._bounds, self.dropout, self.causal, *seed,
@@ -66,13 +68,16 @@ class FlashCall(NamedTuple):
         )  # fmt: skip
 
     def can_run(self, q: Tensor, k: Tensor) -> bool:
-        """Soft-caps are known to FlashAttention 4 alone."""
-        return flash_can_run(q) and (not self.softcap or self.is_flash4(q, k))
+        """Soft-caps are known to packages alone."""
+        return flash_can_run(q) and (not self.softcap or self.package(q, k) is not None)
 
-    def is_flash4(self, q: Tensor, k: Tensor) -> bool:
+    def package(self, q: Tensor, k: Tensor) -> Package | None:
+        """Whose kernel serves; None: torch's."""
+        return None if self.dropout else flash_choice.chosen(self._variant(q, k), self.longest, q.device)
+
+    def _variant(self, q: Tensor, k: Tensor) -> Variant:
         windowed = self.window != EVERYTHING
-        variant = Variant(q.shape[1], k.shape[1], q.shape[2], q.dtype, self.causal, windowed, self.softcap)
-        return not self.dropout and flash4.pays(variant, self.longest, q.device)
+        return Variant(q.shape[1], k.shape[1], q.shape[2], q.dtype, self.causal, windowed, self.softcap)
 
     @property
     def _bounds(self) -> tuple[Tensor, Tensor, int, int]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import LONG, LongSegments, RowPart, SharedPrefixes
-from posttrain.models.attention import flash4
+from posttrain.models.attention import flash_choice
 from posttrain.models.attention.dense import Gain, dense_gain, long_segment_attention
 from posttrain.models.attention.flash import (
     EVERYTHING,
@@ -36,7 +36,7 @@ from posttrain.models.attention.flash import (
     flash_can_run,
     tokens_first,
 )
-from posttrain.models.attention.flash4 import Variant
+from posttrain.models.attention.flash_choice import Variant
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_attention, sink_flash
 from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
@@ -200,7 +200,7 @@ def segment_attention(
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself, and an image whole.
 
-    By a flash kernel where that runs (torch's own varlen kernel, or FlashAttention 4: see `flash`); elsewhere by one causal call
+    By a flash kernel where that runs (torch's own varlen kernel, or a package's: see `flash`); elsewhere by one causal call
     per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
     reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
@@ -249,7 +249,7 @@ def _shape_of_heads(innermost: nn.Module) -> tuple[int, int, int, torch.dtype] |
 def soft_caps_run(innermost: nn.Module, device: torch.device) -> bool:
     """Whether a flash kernel knows this model's soft-cap."""
     shape, softcap = _shape_of_heads(innermost), innermost.config.get_text_config().attn_logit_softcapping
-    return shape is not None and flash4.pays(Variant(*shape, softcap=softcap), 0, device)
+    return shape is not None and flash_choice.chosen(Variant(*shape, softcap=softcap), 0, device) is not None
 
 
 def how_rows_attend(innermost: nn.Module, device: torch.device) -> list[str]:
@@ -258,9 +258,9 @@ def how_rows_attend(innermost: nn.Module, device: torch.device) -> list[str]:
     if shape is None:
         return []
     usual, notes = Variant(*shape, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0), []
-    if flash4.is_installed:
+    if flash_choice.INSTALLED:
         windows = [usual._replace(windowed=True)] if getattr(config, "sliding_window", None) else []
-        notes += dict.fromkeys(str(flash4.decide(variant, device)) for variant in (usual, *windows))
+        notes += dict.fromkeys(str(flash_choice.decide(variant, device)) for variant in (usual, *windows))
     if (getattr(config, "max_position_embeddings", None) or 0) >= LONG and not usual.softcap:
         notes.append(str(long_gain(*shape, device)))
     return notes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from posttrain.models.attention.flash4 import FLASH4
+from posttrain.models.attention.flash_packages import PACKAGES
 from posttrain.models.layers.lora_products import LORA_PRODUCT
 
 SELECTIVE = "selective"
@@ -23,7 +23,7 @@ _NAMES = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
 )  # fmt: skip
-_OURS = {LORA_PRODUCT, FLASH4}
+_OURS = {LORA_PRODUCT, *(package.forward for package in PACKAGES)}
 KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)} | _OURS
 """Operations whose results are kept."""
 

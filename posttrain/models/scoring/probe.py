@@ -96,8 +96,8 @@ def why_not_ragged(
         return f"models of type {family.model_type!r} are in no table of families, but follow transformers' conventions"
     if caps_scores(innermost) and on_gpu and not soft_caps_run(innermost, torch.device("cuda")):
         return (
-            f"the scores of {type(innermost).__name__} have a soft-cap, which only FlashAttention 4 knows on a GPU, in ragged "
-            "rows (`pip install 'posttrain[flash4]'`)"
+            f"the scores of {type(innermost).__name__} have a soft-cap, which torch's kernel for ragged rows does not "
+            "know; FlashAttention 4 does (`pip install 'posttrain[flash4]'`)"
         )
     if family is not None and family.images_see_themselves_whole and on_gpu:
         return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"

@@ -1,10 +1,11 @@
-"""FlashAttention 4: what is made of its calls, on a stand-in for it, is the formula; and when it is called."""
+"""FlashAttention 3 and 4: what is made of their calls, on stand-ins for them, is the formula; and when they are called."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from posttrain.core.batch import RAGGED, SharedPrefixes
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.models.attention import flash, flash4, ragged
+from posttrain.models.attention import flash, flash_choice, flash_packages, ragged
 from posttrain.models.attention.flash import FlashCall
-from posttrain.models.attention.flash4 import NEVER, Decision, Variant
+from posttrain.models.attention.flash_choice import Decision, Variant, chosen
+from posttrain.models.attention.flash_packages import FLASH3, FLASH4, PACKAGES, Package
 from posttrain.models.attention.image_blocks import ImageBlocks
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing
@@ -32,25 +34,36 @@ CPU = torch.device("cpu")
 USUAL = Variant(HEADS, KEY_HEADS, WIDTH, torch.float64)
 
 
-def put(patch: pytest.MonkeyPatch, least: int = 0) -> list[str]:
+def put(patch: pytest.MonkeyPatch, package: Package, least: int = 0) -> list[str]:
     """From here on it is installed, and used from `least` tokens on; what is called of it is appended to the list."""
     calls: list[str] = []
-    patch.setitem(sys.modules, flash4.MODULE, flash_kernels.module(calls))
-    patch.setattr(flash4, "is_installed", True)
-    patch.setattr(flash4, "_least", {})
-    patch.setattr(flash4, "PROBE_LENGTHS", (20, 7, 33))
-    patch.setattr(flash4, "PROBE_WINDOW", 5)
-    patch.setattr(flash4, "_gains", lambda variant, device: {max(least, 1): 2.0})
+    patch.setitem(sys.modules, flash_packages.MODULE, flash_kernels.module(calls))
+    patch.setattr(flash_packages, "_flash3", lambda: flash_kernels.operators(calls))
+    patch.setattr(flash_choice, "INSTALLED", (package,))
+    patch.setattr(flash_choice, "_chosen", {})
+    patch.setattr(flash_choice, "PROBE_LENGTHS", (20, 7, 33))
+    patch.setattr(flash_choice, "PROBE_WINDOW", 5)
+    patch.setattr(flash_choice, "_gains", lambda package, variant, device: {max(least, 1): 2.0})
     patch.setattr(flash, "flash_can_run", lambda query: True)
-    flash4._decision.cache_clear()
+    forget()
     return calls
 
 
+def forget() -> None:
+    flash_choice._decision.cache_clear()
+    flash_choice._gains_or_reason.cache_clear()
+
+
+@pytest.fixture(params=PACKAGES, ids=["3", "4"])
+def package(request):
+    return request.param
+
+
 @pytest.fixture
-def installed(monkeypatch):
-    yield lambda least=0: put(monkeypatch, least)
+def installed(monkeypatch, package):
+    yield lambda least=0: put(monkeypatch, package, least)
     monkeypatch.undo()
-    flash4._decision.cache_clear()
+    forget()
 
 
 def leaves(tokens: int) -> list[torch.Tensor]:
@@ -77,17 +90,18 @@ def assert_equal(found, wanted, given) -> None:
     window=st.sampled_from([None, 1, 3, 20]),
     softcap=st.sampled_from([None, 0.7]),
     has_sinks=st.booleans(),
+    package=st.sampled_from(PACKAGES),
 )
-def test_segments(lengths, window, softcap, has_sinks) -> None:
+def test_segments(lengths, window, softcap, has_sinks, package) -> None:
     *heads, sinks = given = leaves(sum(lengths))
     how = (edges(*lengths), max(lengths), 0.3, 0.0, window, None, softcap, sinks if has_sinks else None)
     wanted = segment_attention(*heads, *how)
     with pytest.MonkeyPatch.context() as patch:
-        calls = put(patch)
+        calls = put(patch, package)
         found = segment_attention(*heads, *how)
         calls.clear()
         assert_equal(found, wanted, given)
-    flash4._decision.cache_clear()
+    forget()
     assert calls == ["backward"]
 
 
@@ -133,16 +147,16 @@ def test_of_a_tower_every_patch_sees_all_of_its_segment(installed) -> None:
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_operators_are_what_compilers_take_them_for(is_turned, installed) -> None:
+def test_operators_are_what_compilers_take_them_for(is_turned, package, installed) -> None:
     """Their shapes, strides and gradients without data, and that they change none of their arguments."""
     installed()
     q, k, v = (x[0].detach().transpose(0, 1) for x in leaves(9)[:3])
     q, k, v = ((x if is_turned else x.contiguous()).requires_grad_() for x in (q, k, v))
     how = (edges(4, 5), edges(4, 5), 5, 5, 0.3, True, -1, -1, 0.0)
-    torch.library.opcheck(flash4.FLASH4, (q, k, v, *how))
-    out, sums = (x.detach() for x in flash4.FLASH4(q, k, v, *how))
+    torch.library.opcheck(package.forward, (q, k, v, *how))
+    out, sums = (x.detach() for x in package.forward(q, k, v, *how))
     heads = [x.detach() for x in (torch.randn_like(q), q, k, v)]
-    torch.library.opcheck(flash4.FLASH4_BACKWARD, (*heads, out, sums, *how))
+    torch.library.opcheck(package.backward, (*heads, out, sums, *how))
 
 
 # ---- in a model --------------------------------------------------------------------------------------------------------
@@ -183,7 +197,7 @@ def test_compiled_code_contains_it_and_knows_what_was_decided(installed) -> None
     with pytest.raises(Exception, match="_flash_attention_forward"):  # nothing is decided: torch's, which is for CUDA
         compiled(*heads, edges(5, 7), 7, 0.3)
     torch._dynamo.reset()
-    flash4.decide(USUAL, CPU)
+    flash_choice.decide(USUAL, CPU)
     calls.clear()
     found = compiled(*heads, edges(5, 7), 7, 0.3)
     found.sum().backward()
@@ -194,110 +208,133 @@ def test_compiled_code_contains_it_and_knows_what_was_decided(installed) -> None
 # ---- the choice --------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_used_from_the_length_on_at_which_it_is_faster(installed) -> None:
+def test_it_is_used_from_the_length_on_at_which_it_is_faster(package, installed) -> None:
     calls = installed(least=100)
-    assert not flash4.pays(USUAL, 99, CPU)
-    assert flash4.pays(USUAL, 100, CPU)
-    assert flash4.pays(USUAL._replace(causal=False), 100, CPU)
-    assert flash4.pays(USUAL._replace(softcap=2.0), 0, CPU)  # torch's kernel cannot
+    assert chosen(USUAL, 99, CPU) is None
+    assert chosen(USUAL, 100, CPU) is package
+    assert chosen(USUAL._replace(causal=False), 100, CPU) is package
+    assert chosen(USUAL._replace(softcap=2.0), 0, CPU) is package  # torch's kernel cannot
     assert calls.count("forward") == 3  # each variant is compared with the formula once
-    assert not FlashCall.of_segments(edges(5), 100, 0.3, dropout=0.1).is_flash4(*leaves(5)[:2])
+    assert FlashCall.of_segments(edges(5), 100, 0.3, dropout=0.1).package(*leaves(5)[:2]) is None
 
 
 def test_what_must_be_deterministic_and_what_is_not_installed_stay_with_torch(installed, monkeypatch) -> None:
     installed()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not flash4.pays(USUAL, 4096, CPU)
+        assert chosen(USUAL, 4096, CPU) is None
     finally:
         torch.use_deterministic_algorithms(False)
-    assert flash4.pays(USUAL, 4096, CPU)
-    monkeypatch.setattr(flash4, "is_installed", False)
-    assert not flash4.pays(USUAL, 4096, CPU)
+    assert chosen(USUAL, 4096, CPU) is not None
+    monkeypatch.setattr(flash_choice, "INSTALLED", ())
+    assert chosen(USUAL, 4096, CPU) is None
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_a_kernel_that_answers_otherwise_is_not_used(windowed, softcap, installed, monkeypatch) -> None:
+def test_a_kernel_that_answers_otherwise_is_not_used(windowed, softcap, package, installed, monkeypatch) -> None:
     installed()
     variant = USUAL._replace(softcap=softcap, windowed=windowed)
-    assert flash4.decide(variant, CPU).problem is None
-    flash4._decision.cache_clear()
+    assert not flash_choice.decide(variant, CPU).problems
+    forget()
     scores_of = flash_kernels.scores_of
     monkeypatch.setattr(
         flash_kernels, "scores_of", lambda q, k, causal, *how: scores_of(q, k, causal, 1.2 * how[0], *how[1:])
     )
-    decision = flash4.decide(variant, CPU)
-    assert decision.least == NEVER
-    assert "not used: it answers otherwise than the formula, by 0." in str(decision)
-    assert not flash4.pays(variant, 1 << 20, CPU)
+    decision = flash_choice.decide(variant, CPU)
+    assert decision.steps == ()
+    assert f"{package.name} is installed and not used: it answers otherwise than the formula, by 0." in str(decision)
+    assert chosen(variant, 1 << 20, CPU) is None
 
 
-def test_a_kernel_that_leaves_out_a_cap_of_50_is_not_used(installed, monkeypatch) -> None:
+def test_a_kernel_that_leaves_out_a_cap_of_50_is_not_used(package, installed, monkeypatch) -> None:
     installed()
     variant = USUAL._replace(softcap=50.0)
-    assert flash4.decide(variant, CPU).problem is None
-    flash4._decision.cache_clear()
+    assert not flash_choice.decide(variant, CPU).problems
+    forget()
     scores_of = flash_kernels.scores_of
     monkeypatch.setattr(flash_kernels, "scores_of", lambda *given: scores_of(*given[:-1], 0.0))
-    assert flash4.decide(variant, CPU).problem.startswith("answers otherwise than the formula")
+    assert flash_choice.decide(variant, CPU).problems[package].startswith("answers otherwise than the formula")
 
 
 def test_what_is_compiled_is_kept_for_later_processes_in_a_folder_of_the_user(installed, monkeypatch, tmp_path) -> None:
     names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(flash4.os, "environ", dict(os.environ))
+    monkeypatch.setattr(flash_packages.os, "environ", dict(os.environ))
     installed()
     (tmp_path / "a file").write_text("")
-    monkeypatch.setattr(flash4.Path, "home", lambda: tmp_path / "a file")
-    flash4._kernels()
-    assert names[0] not in flash4.os.environ  # no folder can be made there: each process compiles
-    monkeypatch.setattr(flash4.Path, "home", lambda: tmp_path)
-    flash4._kernels()
+    monkeypatch.setattr(flash_packages.Path, "home", lambda: tmp_path / "a file")
+    flash_packages._flash4()
+    assert names[0] not in flash_packages.os.environ  # no folder can be made there: each process compiles
+    monkeypatch.setattr(flash_packages.Path, "home", lambda: tmp_path)
+    flash_packages._flash4()
     folder = tmp_path / ".cache" / "posttrain" / "flash4"
-    assert [flash4.os.environ[name] for name in names] == ["1", str(folder)]
+    assert [flash_packages.os.environ[name] for name in names] == ["1", str(folder)]
     assert folder.stat().st_mode & 0o777 == 0o700
-    flash4.os.environ[names[0]] = "0"
-    flash4._kernels()
-    assert flash4.os.environ[names[0]] == "0"
+    flash_packages.os.environ[names[0]] = "0"
+    flash_packages._flash4()
+    assert flash_packages.os.environ[names[0]] == "0"
 
 
-def test_a_kernel_that_fails_is_a_reason(installed, monkeypatch, caplog) -> None:
+def test_a_kernel_that_fails_is_a_reason(installed, package, monkeypatch) -> None:
     installed()
-    broken = flash_kernels.module([])
-    broken._flash_attn_bwd = lambda *given, **how: (_ for _ in ()).throw(
-        AssertionError("Unsupported compute capability")
-    )
-    monkeypatch.setitem(sys.modules, flash4.MODULE, broken)
-    decision = flash4.decide(USUAL, CPU)
+
+    def broken(*given, **how):
+        raise AssertionError("Unsupported compute capability")
+
+    monkeypatch.setattr(flash_choice, "INSTALLED", (replace(package, forward=broken),))
+    decision = flash_choice.decide(USUAL, CPU)
     assert str(decision) == (
-        "FlashAttention 4 is installed and not used: it could not be run (AssertionError: Unsupported compute capability)."
+        f"{package.name} is installed and not used: it could not be run (AssertionError: Unsupported compute capability)."
     )
-    assert not flash4.pays(USUAL, 4096, CPU)
+    assert chosen(USUAL, 4096, CPU) is None
 
 
-def test_a_decision_says_what_was_measured() -> None:
-    some = Decision({256: 0.9, 1024: 1.3, 4096: 1.8})
-    assert some.least == 1024
+def test_from_each_length_on_the_fastest_serves() -> None:
+    some = Decision({FLASH3: {256: 1.2, 1024: 1.3, 4096: 1.6}, FLASH4: {256: 0.5, 1024: 1.4, 4096: 1.8}})
+    assert some.steps == ((256, FLASH3), (1024, FLASH4))
     assert str(some) == (
-        "Rows attend by FlashAttention 4 from 1,024 tokens a segment on: it is 0.90 times at 256, 1.30 times at 1,024, 1.80 times "
-        "at 4,096 as fast as torch's kernel."
+        "Rows attend by FlashAttention 3 from 256 tokens a segment on, by FlashAttention 4 from 1,024 tokens a segment on: "
+        "FlashAttention 3 is 1.20 times at 256, 1.30 times at 1,024, 1.60 times at 4,096; FlashAttention 4 is 0.50 times at 256, "
+        "1.40 times at 1,024, 1.80 times at 4,096 as fast as torch's."
     )
-    assert Decision({256: 1.2, 1024: 1.1, 4096: 1.8}).least == 4096
-    assert Decision({256: 1.0, 1024: 1.0, 4096: 1.0}).least == NEVER
-    assert Decision({}, is_capped=True).least == 0
+    assert Decision({FLASH4: {256: 1.2, 1024: 1.1, 4096: 1.8}}).steps == ((256, FLASH4), (1024, None), (4096, FLASH4))
+    none = Decision({FLASH4: {256: 0.5}}, {FLASH3: "answers otherwise"})
+    assert none.steps == ()
+    assert str(none) == (
+        "Rows attend by torch's kernel: FlashAttention 4 is 0.50 times at 256 as fast as torch's. FlashAttention 3 is installed "
+        "and not used: it answers otherwise."
+    )
+    assert Decision({FLASH3: {}, FLASH4: {}}, is_capped=True).steps == ((0, FLASH3),)
 
 
-def test_gains_are_torchs_seconds_over_its_own(monkeypatch) -> None:
+def test_what_serves_between_two_lengths(monkeypatch) -> None:
+    monkeypatch.setattr(flash_choice, "_chosen", {USUAL: ((256, FLASH3), (1024, None), (4096, FLASH4))})
+    found = [flash_choice.served(USUAL, length) for length in (255, 256, 1023, 1024, 4095, 4096, 1 << 20)]
+    assert found == [None, FLASH3, FLASH3, None, None, FLASH4, FLASH4]
+
+
+def test_gains_are_torchs_seconds_over_its_own(monkeypatch, package) -> None:
     seconds = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr(flash4, "tried", lambda attend, given: (next(seconds), []))
-    monkeypatch.setattr(flash4, "LENGTHS", (4, 8))
-    monkeypatch.setattr(flash4, "TOKENS", 16)
-    assert flash4._gains(USUAL, CPU) == {4: 3.0, 8: 0.5}
+    monkeypatch.setattr(flash_choice, "tried", lambda attend, given: (next(seconds), []))
+    monkeypatch.setattr(flash_choice, "LENGTHS", (4, 8))
+    monkeypatch.setattr(flash_choice, "TOKENS", 16)
+    assert flash_choice._gains(package, USUAL, CPU) == {4: 3.0, 8: 0.5}
 
 
-@pytest.mark.skipif(not flash4.is_installed or torch.cuda.is_available(), reason="needs flash-attn-4, and no GPU")
+def test_the_library_of_flash_attention_3_is_found_without_importing_its_package(monkeypatch, tmp_path) -> None:
+    assert not FLASH3.is_installed()
+    for folder in ("xformers/flash_attn_3", "flash_attn_3"):  # its own package comes first
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "_C.abi3.so").write_bytes(b"")
+        (tmp_path / folder.split("/")[0] / "__init__.py").write_text("raise RuntimeError('imported')")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert FLASH3.is_installed()
+        assert flash_packages._library_of_flash3() == tmp_path / folder / "_C.abi3.so"
+
+
+@pytest.mark.skipif(not FLASH4.is_installed() or torch.cuda.is_available(), reason="needs flash-attn-4, and no GPU")
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width", "causal", "window", "softcap"),
     [(28, 4, 128, True, (-1, -1), 0.0), (12, 2, 128, False, (-1, -1), 0.0), (8, 4, 256, True, (4095, 0), 50.0),
@@ -317,15 +354,15 @@ def test_variants_compile_for_hopper(heads, key_heads, width, causal, window, so
         )
         bounds = torch.empty(9, dtype=torch.int32, device="cuda")
         how = (bounds, bounds, 1000, 1000, 0.1, causal, *window, softcap)
-        out, sums = flash4._forward(q, k, v, *how)
+        out, sums = flash_packages._flash4_forward(q, k, v, *how)
         assert (out.shape, sums.shape) == (q.shape, (heads, 4096))
-        gradients = flash4._backward(torch.empty_like(out), q, k, v, out, sums, *how)
+        gradients = flash_packages._flash4_backward(torch.empty_like(out), q, k, v, out, sums, *how)
         assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 
-def test_soft_capped_models_are_ragged_on_a_gpu_with_it(installed) -> None:
+def test_soft_capped_models_are_ragged_on_a_gpu_with_it(package, installed) -> None:
     model = families.loaded("gemma2").bfloat16()
     assert not ragged.soft_caps_run(model, CPU)
     installed()
     assert ragged.soft_caps_run(model, CPU)
-    assert ragged.how_rows_attend(model, CPU) == ["Rows with soft-capped scores attend by FlashAttention 4."]
+    assert ragged.how_rows_attend(model, CPU) == [f"Rows with soft-capped scores attend by {package.name}."]
