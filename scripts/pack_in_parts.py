@@ -66,7 +66,7 @@ LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/fmha_sm100", "vllm/vllm-rs", "vllm/_qutlass_C.abi3.so",
     "vllm/third_party/deep_gemm/_C.cpython-310*", "vllm/third_party/deep_gemm/_C.cpython-311*",
     "vllm/third_party/deep_gemm/_C.cpython-313*", "vllm/third_party/deep_gemm/_C.cpython-314*", "pycountry/locales",
-    "mistral_common/data/*.json", "mistral_common/data/*.model*", "uvloop/loop.c", "xformers/_C.so",
+    "mistral_common/data/*.json", "mistral_common/data/*.model*", "uvloop/loop.c", "xformers/_C.so", "nvidia/__init__.py",
 )  # fmt: skip
 PART = 49 * 2**20
 NUMBA = """
