@@ -119,11 +119,10 @@ def main(given: list[str]) -> None:
     known = {row.name for row in (*ROWS, *GUARDS)} | SPECIAL_ROWS.keys()
     if unknown := set(names) - known:
         raise SystemExit(f"There is no row {', '.join(sorted(unknown))}; the rows are {', '.join(sorted(known))}.")
-    elsewhere = {row.name: row.device for row in ROWS if row.name in names and row.device != asked.device}
+    elsewhere = [f"{row.name} ({row.device})" for row in ROWS if row.name in names and row.device != asked.device]
     if elsewhere and not asked.tiny:
-        others = ", ".join(f"{name} on {device}" for name, device in elsewhere.items())
         raise SystemExit(
-            f"--device is {asked.device}, but these rows are measured elsewhere: {others}. Or ask for --tiny."
+            f"These rows are for another device than --device {asked.device}: {', '.join(elsewhere)}. Pass theirs, or --tiny."
         )
     order = Order(
         rows=[],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.speed import materials, policy, rollout_row, rollout_side, runner
+from benchmarks.speed.__main__ import main
 from benchmarks.speed.judge import shortness
 from benchmarks.speed.measure import OUT_OF_TIME
 from benchmarks.speed.report import agreement
@@ -156,3 +157,9 @@ def test_a_row_that_goes_on_after_its_end_is_an_error() -> None:
     assert rollout_side.written_lengths(tokens, np.array([2, 4])) == [2, 4]
     with pytest.raises(RuntimeError, match="after its end"):
         rollout_side.written_lengths(tokens, np.array([2, 3]))
+
+
+def test_a_row_for_the_gpu_is_not_run_on_a_cpu_unasked() -> None:
+    message = r"^These rows are for another device than --device cpu: sft-0\.5b \(cuda\)\. Pass theirs, or --tiny\.$"
+    with pytest.raises(SystemExit, match=message):
+        main(["sft-0.5b", "sft-135m-cpu"])

@@ -15,15 +15,15 @@ from posttrain.models.attention.flash_choice import Variant
 from posttrain.models.attention.flash_packages import FLASH4, PACKAGES
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.attention.trial import flows_of
-from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.layers.kernels import COMPILED, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
-from posttrain.models.scoring.token_scores import score_tokens
 from tests import tiny
+from tests.gpu.recomputation import answers, assert_recomputation_changes_nothing, sine
 from tests.rollout import families
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not flash_choice.INSTALLED, reason="needs FlashAttention 3 or 4"),
 ]
 
 CUDA = torch.device("cuda")
@@ -62,10 +62,10 @@ def everywhere(monkeypatch):
         monkeypatch.setattr(flash_choice, "decide", decided)
 
     monkeypatch.setattr(flash_choice, "_chosen", {})
+    monkeypatch.setattr(ragged, "dense_pays", lambda *heads: False)
     yield alone
     monkeypatch.undo()
     flash_choice._decision.cache_clear()
-    monkeypatch.setattr(ragged, "dense_pays", lambda *heads: False)
 
 
 def edges(lengths):
@@ -141,18 +141,6 @@ def batch(layout=RAGGED):
     return collate(units, ("chosen", "rejected"), SHARED).to("cuda")
 
 
-def answers(model, given):
-    model.zero_grad()
-    logps = score_tokens(model, given).logps
-    logps.float().square().mean().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return logps.detach().float(), gradient.float()
-
-
-def sine(one, other):
-    return (1 - torch.nn.functional.cosine_similarity(one, other, dim=0).item() ** 2) ** 0.5
-
-
 def loaded(dtype, kernels=PLAIN):
     model = tiny.causal_lm(dtype=dtype, **SHAPE).train().cuda()
     return load_model(model, LoadOptions(layer_kernels=(kernels,), device=CUDA, share_prefixes=True)).model
@@ -178,14 +166,7 @@ def test_a_model_is_as_near_to_float32_as_with_torchs_kernel(kernels, layout, pa
 @pytest.mark.parametrize("selective", [False, True])
 def test_recomputation_changes_no_gradient(selective, package, everywhere):
     everywhere(package)
-    model = loaded(torch.bfloat16)
-    wanted = answers(model, batch())
-    allow_selective_checkpointing(model)
-    kwargs = {"use_reentrant": False} | ({"selective": True} if selective else {})
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    found = answers(model, batch())
-    assert torch.equal(found[0], wanted[0])
-    assert sine(found[1], wanted[1]) < 1e-2  # the backward of attention adds in any order
+    assert_recomputation_changes_nothing(loaded(torch.bfloat16), batch(), selective)
 
 
 def of_family(family, dtype, layout):

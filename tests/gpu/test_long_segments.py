@@ -12,11 +12,10 @@ from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
 from posttrain.models.attention import dense, ragged
 from posttrain.models.attention.dense import WORTH_IT
-from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
-from posttrain.models.scoring.token_scores import score_tokens
 from tests import tiny
+from tests.gpu.recomputation import answers, assert_recomputation_changes_nothing, sine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,19 +34,6 @@ def batch():
 def loaded(dtype, kernels=PLAIN):
     model = tiny.causal_lm(dtype=dtype, **SHAPE, **REACH).train().cuda()
     return load_model(model, LoadOptions(layer_kernels=(kernels,), device=CUDA))
-
-
-def answers(model, given):
-    model.zero_grad()
-    logps = score_tokens(model, given).logps
-    logps.float().square().mean().backward()
-    return logps.detach().float(), torch.cat(
-        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    ).float()
-
-
-def sine(one, other):
-    return (1 - torch.nn.functional.cosine_similarity(one, other, dim=0).item() ** 2) ** 0.5
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, LIGER, COMPILED])
@@ -70,14 +56,7 @@ def test_either_kernel_is_as_near_to_float32(kernels, monkeypatch):
 @pytest.mark.parametrize("selective", [False, True])
 def test_recomputation_changes_no_gradient(selective, monkeypatch):
     monkeypatch.setattr(ragged, "dense_pays", lambda *heads: True)
-    model = loaded(torch.bfloat16).model
-    wanted = answers(model, batch())
-    allow_selective_checkpointing(model)
-    kwargs = {"use_reentrant": False} | ({"selective": True} if selective else {})
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    found = answers(model, batch())
-    assert torch.equal(found[0], wanted[0])
-    assert sine(found[1], wanted[1]) < 1e-2  # the backward of attention adds in any order
+    assert_recomputation_changes_nothing(loaded(torch.bfloat16).model, batch(), selective)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(12, 2, 128), (14, 2, 64), (32, 8, 128), (28, 4, 128)])
