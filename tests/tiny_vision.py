@@ -34,6 +34,8 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PILLOW = ("llava", "llava_next", "gemma3", "idefics3", "paligemma")  # built without torchvision
 FAMILIES = (*QWEN, *PILLOW, "smolvlm", "internvl")
+TOWERS = {"llava_siglip": ({"model_type": "siglip_vision_model"}, 0), "llava_dinov2": ({"model_type": "dinov2"}, 1)}
+"""LLaVA with another tower than CLIP's -> its config, and tokens before those of its patches."""
 SIZES = ((60, 40), (30, 90), (50, 50))  # height, width
 
 
@@ -226,27 +228,29 @@ def _llava(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(image_token="<image>")
-    name = {"llava": "Llava", "llava_next": "LlavaNext"}[family]
-    points = {} if family == "llava" else {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
-    tower = TOWER | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
+    name = "LlavaNext" if family == "llava_next" else "Llava"
+    points = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]} if family == "llava_next" else {}
+    own, first_tokens = TOWERS.get(family, ({"model_type": "clip_vision_model", "projection_dim": 16}, 1))
+    selected = {"vision_feature_select_strategy": "default" if first_tokens else "full"}
+    tower = TOWER | {"num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
     config = getattr(transformers, f"{name}Config")(
-        vision_config=tower | {"projection_dim": 16},
+        vision_config=tower | own,
         text_config=_text(tok, model_type="llama"),
         image_token_id=tok.image_token_id,
         vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
+        **selected,
         **points,
     )
 
     def processor() -> Any:
         return getattr(transformers, f"{name}Processor")(
-            _image_class("CLIP" if family == "llava" else "LlavaNext")(
+            _image_class("LlavaNext" if family == "llava_next" else "CLIP")(
                 **{"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, **points, **options}
             ),
             tok,
             patch_size=14,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
+            **selected,
+            num_additional_image_tokens=first_tokens,
             chat_template=template("<image>"),
         )
 
@@ -377,7 +381,7 @@ def _image_class(name: str) -> Any:
 
 BUILDERS = {
     **dict.fromkeys(QWEN, _qwen),
-    **dict.fromkeys(("llava", "llava_next"), _llava),
+    **dict.fromkeys(("llava", "llava_next", *TOWERS), _llava),
     **dict.fromkeys(("idefics3", "smolvlm"), _idefics),
     "gemma3": _gemma3,
     "internvl": _internvl,

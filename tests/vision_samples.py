@@ -38,7 +38,9 @@ class Shown:
     def of(cls, name: str, dtype: torch.dtype = torch.float64) -> Shown:
         """A copy of a model that is built once."""
         tiny = _built(name, dtype)
-        return cls(replace(tiny, model=copy.deepcopy(tiny.model)), vision_family(name, tiny.processor))
+        return cls(
+            replace(tiny, model=copy.deepcopy(tiny.model)), vision_family(tiny.model.config.model_type, tiny.processor)
+        )
 
     def sample(self, *parts: str | Image.Image, answer: str = "It is red.") -> Sample:
         """A prompt of texts and pictures, and an answer that is trained."""

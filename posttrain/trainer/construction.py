@@ -114,6 +114,10 @@ def renderer_of(
             f"`processing_class` is a {type(tokenizer).__name__}; {trainer} needs the tokenizer of the model, or its processor."
         )
     prepare_tokenizer(tokenizer, args)
+    if (
+        is_processor and args.chat_template_path is not None
+    ):  # it has a template of its own, which is the one that is saved
+        processing_class.chat_template = tokenizer.chat_template
     config = config_of_model(model, args.model_init_kwargs) if is_processor and isinstance(args, ImageConfig) else {}
     if config.get("model_type") in FAMILIES:
         return _shown_images(config, processing_class, args)
@@ -138,8 +142,7 @@ def _shown_images(
     config: dict[str, Any], processor: Any, args: ImageConfig, family: VisionFamily | None = None
 ) -> tuple[Renderer, Vision]:
     vision = Vision.of(config, processor, args, family)
-    given = None if args.chat_template_path is None else processor.tokenizer.chat_template  # else the processor's
-    return Renderer(processor, given, layouts=vision.layouts, train_images=args.loss_on_image_tokens), vision
+    return Renderer(processor, layouts=vision.layouts, train_images=args.loss_on_image_tokens), vision
 
 
 def _by_conventions(model: Any, config: dict[str, Any], processor: Any, args: ImageConfig) -> tuple[Renderer, Vision]:
@@ -290,6 +293,8 @@ def prepared_rows(
     options = PrepareOptions(**{**shared, **of_method})
     with args.main_process_first(desc=f"preparing the {name} dataset"):
         prepared = prepare_dataset(dataset, formats, renderer, options, name, args.dataset_num_proc)
+    if not isinstance(prepared, IterableDataset) and not len(prepared):
+        raise ValueError(f"No row of the {name} dataset is left.\n{prepared.report.summary()}")
     if args.should_log:
         say(prepared.report.summary())
     if vision is not None:
@@ -299,7 +304,8 @@ def prepared_rows(
 
 def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:
     """`max_length`; left at its default, which is less than one photograph in many families, the context for rows with images."""
-    if "max_length" in args.set_by_user() or getattr(args, "packing", False) or not has_images(dataset):
+    is_set = {"max_length", "max_prompt_length"} & args.set_by_user()  # two names of one option, where both exist
+    if is_set or getattr(args, "packing", False) or not has_images(dataset):
         return args.max_length
     if args.should_log:
         say("Rows have images, and `max_length` is not set: they are cut at the model's context, if at all.")

@@ -40,6 +40,7 @@ class ComparedConfig(OnlineConfig):
     max_length: int | None = option(
         512, "Most tokens of prompt and completion together: prompts are cut at their beginning. None: no limit."
     )
+    max_prompt_length: int | None = refused(None, "`max_length` limits prompt and completion together.")
     max_completion_length: int = option(64, "Most tokens of a completion; with tools, of all its turns together.")
     max_new_tokens: int | None = option(None, "Old name of `max_completion_length`.")
     temperature: float = option(

@@ -29,7 +29,7 @@ from posttrain.data.pixels import PixelLoader
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.store.prepare import cache_folder
 from posttrain.data.vision.families import vision_family
-from posttrain.data.vision.layouts import ImageLayouts, image_options
+from posttrain.data.vision.layouts import ImageLayouts, image_options, with_options
 from posttrain.models.memory.tower import TowerShape
 from posttrain.models.scoring.probe import ImageProbe
 from posttrain.models.vision.features import vision_parameters
@@ -77,6 +77,8 @@ class Vision:
         family = family or vision_family(str(config.get("model_type")), processor)
         sizes = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
         options = image_options(family, processor, **sizes, others=args.image_processor_kwargs)
+        if options:
+            processor = with_options(processor, options)
         how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": args.augmentation()}
         pixels = PixelLoader(family, processor, options, **how)
         limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
@@ -148,6 +150,13 @@ class Vision:
             frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))
             if args.vision_learning_rate is not None:
                 raise unused_rate("no row has an image")
+            if args.freeze_language_model:
+                raise ValueError(
+                    "`freeze_language_model` is set, and no row has an image, from which tower and projector could learn: nothing is "
+                    "left to train. Leave it out."
+                )
+            if args.image_augmentation is not None:
+                raise ValueError("`image_augmentation` is set, and no row has an image: leave it out.")
         probe = image_probe(self, renderer) if self.shows_images else None
         return {"vision": self.family, "image_probe": probe, "lora_vision": args.lora_vision, "frozen_parts": frozen}
 

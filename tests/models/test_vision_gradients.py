@@ -15,11 +15,11 @@ from posttrain.core.sample import Unit
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
 from tests import tiny
-from tests.tiny_vision import images
+from tests.tiny_vision import TOWERS, images
 from tests.vision_samples import RAGGED_FAMILIES, Shown, repeated_images
 
 CELLS = [
-    *((family, layout) for family in RAGGED_FAMILIES for layout in (PADDED, RAGGED, SHARED)),
+    *((family, layout) for family in (*RAGGED_FAMILIES, *TOWERS) for layout in (PADDED, RAGGED, SHARED)),
     *(("gemma3", layout) for layout in (PADDED, RAGGED)),
     ("paligemma", PADDED),
 ]

@@ -350,6 +350,13 @@ def test_summary_of_a_run_that_was_stopped_and_of_dropped_rows(tmp_path, capsys)
     assert f"  dropped     {dropped} rows longer than max_length" in out
 
 
+def test_a_dataset_of_which_nothing_is_left_ends_the_run_with_the_reason(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"No row of the train dataset is left\.\n(.|\n)* 0 kept(.|\n)* longer than max_length"
+    ):
+        sft(tmp_path, max_length=5, truncation_mode="drop")
+
+
 def test_summary_counts_skipped_steps(tmp_path, capsys):
     trainer = sft(tmp_path)
     ordinary, calls = trainer.compute_loss, []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from transformers import AutoProcessor
 
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.core.batch import PADDED, RAGGED, SHARED
@@ -19,6 +20,7 @@ from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
 from posttrain.models.vision.parts import part_of
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from tests import tiny
+from tests.tiny_vision import images, template, vision_model
 from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, rows_of, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
@@ -129,6 +131,48 @@ def test_rows_without_images_train_the_language_model_alone(method, tmp_path):
     assert largest_by_part(trainer, gradient(trainer, PADDED, 2)).keys() == {LANGUAGE_MODEL}
 
 
+# ---- what is saved -------------------------------------------------------------------------------------------------------
+
+SHOWN_OTHERWISE = {
+    "pixels": ("qwen2_5_vl", {"min_pixels": 784, "max_pixels": 3136}),
+    "whole": ("smolvlm", {"image_processor_kwargs": {"do_image_splitting": False}}),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN_OTHERWISE)
+def test_a_saved_processor_shows_images_as_the_run_did(case, tmp_path):
+    family, options = SHOWN_OTHERWISE[case]
+    given = vision_model(family).processor
+    picture = images((300, 200))[0]
+    trainer = trainer_of("sft", family, tmp_path, processing_class=given, **options)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoProcessor.from_pretrained(tmp_path / "saved")
+    asked = {"text": [trainer.vision.family.written], "images": [[picture]], "return_tensors": "pt"}
+    by_run = given(**asked, images_kwargs=trainer.vision.layouts.options)
+    for name, found in saved(**asked).items():
+        assert torch.equal(found, by_run[name]), name
+    assert given(**asked)["input_ids"].shape != by_run["input_ids"].shape  # the processor that was given is as it was
+
+
+def test_a_processor_whose_own_defaults_are_stronger_is_told_of(tmp_path, caplog):
+    trainer_of("sft", "gemma3", tmp_path, image_processor_kwargs={"do_pan_and_scan": True}, verbosity="normal")
+    assert "Gemma3Processor has a fixed default for do_pan_and_scan" in caplog.text
+
+
+def test_the_template_of_a_run_is_saved_with_its_processor(tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text(template("<image>").replace("<|im_end|>\n", "<|im_end|>\n\n"), encoding="utf-8")
+    trainer = trainer_of("sft", "llava", tmp_path, chat_template_path=str(path))
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoProcessor.from_pretrained(tmp_path / "saved")
+    assert trainer.renderer.chat_template == saved.chat_template == saved.tokenizer.chat_template == path.read_text()
+
+
+def test_values_that_an_image_processor_cannot_use_are_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"LlavaProcessor cannot use the options \{'size': 'big'\} of images: "):
+        trainer_of("sft", "llava", tmp_path, image_processor_kwargs={"size": "big"})
+
+
 # ---- reward models -------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +202,18 @@ def test_rows_with_images_under_deepspeed_are_refused_before_a_model_is_loaded(t
     monkeypatch.setattr("posttrain.trainer.base.load_model", pytest.fail)
     with pytest.raises(ValueError, match=r"The train dataset has images, .* under DeepSpeed.* FSDP"):
         trainer_of("sft", "qwen2_5_vl", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("freeze_language_model", True, "nothing is left to train"),
+        ("image_augmentation", "light", "no row has an image"),
+    ],
+)
+def test_options_that_only_images_give_a_meaning_are_refused_on_texts(option, value, sentence, tmp_path):
+    with pytest.raises(ValueError, match=f"`{option}` is set, .*{sentence}"):
+        trainer_of("sft", "llava", tmp_path, train_dataset=rows_of("sft")[2:3], **{option: value})
 
 
 UNUSED_RATES = {

@@ -40,6 +40,14 @@ def test_what_grpo_writes_after_images_it_trains_on(family, tmp_path):
         assert -1e-5 < gap.min() <= gap.max() < 0.2
 
 
+@pytest.mark.parametrize("name", ["max_length", "max_prompt_length"])
+def test_a_length_that_is_set_holds_for_prompts_with_images(name, tmp_path):
+    prompts = [{"prompt": prompt} for prompt, _, _ in (chats()[0], chats()[2])]  # one with an image, one without
+    options = {name: 30, "num_generations": 2, "truncation_mode": "keep_end", "reward_funcs": lambda **_: [0.0]}
+    trainer = trainer_of("grpo", "llava", tmp_path, torch.float32, train_dataset=prompts, **options)
+    assert max(len(sample) for (sample,) in trainer.train_dataset.prepared) == 30
+
+
 @pytest.mark.parametrize("method", ["gkd", "distillation"])
 def test_a_teacher_may_come_with_its_processor(method, tmp_path):
     """As the student may: whether both read the same tokens is seen from the processor's tokenizer."""

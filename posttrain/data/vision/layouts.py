@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ EXTREMES = (
     *((2, 2), (8, 300), (300, 8), (13, 57), (56, 56), (57, 56), (64, 2000), (2000, 64)),
     *((224, 224), (336, 337), (672, 335), (480, 1921), (1921, 480), (1000, 1000), (1365, 1024), (1500, 1501)),
 )
+USUAL = (336, 448)
 _TILE_MARK = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
@@ -67,6 +69,23 @@ def image_options(
     return options
 
 
+def with_options(processor: Any, options: Mapping[str, Any]) -> Any:
+    """The processor to be saved with a model that was trained with these options, so that whoever loads it shows the model images as
+    the training did. A copy, for the given one may be used elsewhere; their tokenizer is one."""
+    made = copy.copy(processor)
+    made.image_processor = copy.deepcopy(processor.image_processor)
+    for name, value in options.items():
+        setattr(made.image_processor, name, value)
+    defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
+    outranked = sorted(name for name in options if name in defaults and defaults[name] != options[name])
+    if outranked:
+        logger.warning(
+            f"{type(processor).__name__} has a fixed default for {', '.join(outranked)}, which is stronger than what is saved with "
+            f"the model: hand {options} over in every call (`images_kwargs`) where it is used."
+        )
+    return made
+
+
 class ImageLayouts:
     """Layouts of one processor with one set of options, each size computed once.
 
@@ -78,6 +97,8 @@ class ImageLayouts:
         self.family, self.processor, self.options = family, processor, dict(options or {})
         self._by_size: dict[tuple[int, int], ImageLayout] = {}
         self._distinct: dict[ImageLayout, ImageLayout] = {}
+        if self.options:
+            self._refuse_what_fails()
         self.why_measured = self._why_not_computed()
         if self.why_measured:
             logger.warning("%s Blank images are run through the processor instead, once per size.", self.why_measured)
@@ -116,6 +137,18 @@ class ImageLayouts:
 
     def _of_text(self, text: str, grid: tuple[int, ...]) -> ImageLayout:
         return ImageLayout(text, text.count(self.family.placeholder), grid)
+
+    def _refuse_what_fails(self) -> None:
+        """Values of options that the processor cannot use fail in any way of its own."""
+        try:
+            self.measured(*USUAL)
+        except ImageSizeError:
+            return  # which is said of each image that it is refused for
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{type(self.processor).__name__} cannot use the options {self.options} of images: {reason}"
+            ) from error
 
     def _grid(self, inputs: Mapping[str, Any], text: str) -> tuple[int, ...]:
         if self.family.grid_of == "patches":

@@ -156,6 +156,7 @@ class RowLengthConfig:
         1024,
         "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
     )
+    max_prompt_length: int | None = refused(None, "`max_length` limits prompt and completion together.")
 
 
 @dataclass

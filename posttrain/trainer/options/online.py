@@ -265,15 +265,19 @@ class OnlineConfig(
             )
 
     def _take_old_names(self) -> None:
-        self.max_length = _renamed("max_prompt_length", self.max_prompt_length, "max_length", self.max_length)
-        self.vllm_structured_outputs_regex = _renamed(
-            "vllm_guided_decoding_regex",
-            self.vllm_guided_decoding_regex,
-            "vllm_structured_outputs_regex",
-            self.vllm_structured_outputs_regex,
-        )
+        self._rename("max_prompt_length", "max_length")
+        self._rename("vllm_guided_decoding_regex", "vllm_structured_outputs_regex")
         if self.max_prompt_length is not None and "truncation_mode" not in self.set_by_user():
             self.truncation_mode = KEEP_END
+
+    def _rename(self, old: str, new: str) -> None:
+        """An option that may be given under either name."""
+        old_value, new_value = getattr(self, old), getattr(self, new)
+        if old_value is None:
+            return
+        if new_value not in (None, old_value):
+            raise ValueError(f"`{old}` is {old_value!r} and `{new}`, its new name, is {new_value!r}: give one of them.")
+        setattr(self, new, old_value)
 
     smallest_group = 2
     reference_weight = "beta"  # the option that weighs the divergence from the reference; at 0 there is none
@@ -422,10 +426,3 @@ class GroupConfig(OnlineConfig):
     def ddof(self) -> int:
         """What is taken off the number of rewards in a variance."""
         return DEVIATIONS[self.advantage_std]
-
-
-def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
-    """The value of an option that may be given under either name."""
-    if None not in (old_value, new_value) and old_value != new_value:
-        raise ValueError(f"`{old}` is {old_value!r} and `{new}`, its new name, is {new_value!r}: give one of them.")
-    return new_value if old_value is None else old_value
