@@ -152,8 +152,8 @@ class Vision:
                 raise unused_rate("no row has an image")
             if args.freeze_language_model:
                 raise ValueError(
-                    "`freeze_language_model` is set, and no row has an image, from which tower and projector could learn: nothing is "
-                    "left to train. Leave it out."
+                    "`freeze_language_model` is set, and no row has an image, from which tower and projector could learn: nothing "
+                    "is left to train. Leave it out."
                 )
             if args.image_augmentation is not None:
                 raise ValueError("`image_augmentation` is set, and no row has an image: leave it out.")

@@ -70,8 +70,8 @@ def image_options(
 
 
 def with_options(processor: Any, options: Mapping[str, Any]) -> Any:
-    """The processor to be saved with a model that was trained with these options, so that whoever loads it shows the model images as
-    the training did. A copy, for the given one may be used elsewhere; their tokenizer is one."""
+    """The processor to be saved with a model that was trained with these options, so that whoever loads it shows the model images
+    as the training did. A copy, for the given one may be used elsewhere; their tokenizer is one."""
     made = copy.copy(processor)
     made.image_processor = copy.deepcopy(processor.image_processor)
     for name, value in options.items():
