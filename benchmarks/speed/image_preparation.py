@@ -31,7 +31,7 @@ DISTINCT, BATCH, LOADED = 1000, 16, 20
 
 
 def trainer_of(dataset: datasets.Dataset, folder: str, processor: Any = None, **options: Any) -> SFTTrainer:
-    model, small = image_step.model_and_processor(True, torch.float32, "cpu")
+    model, small = image_step.model_and_processor(image_step.FAMILY, True, torch.float32, "cpu")
     shared = {"dataset_cache_dir": f"{folder}/cache", "use_cpu": True, "bf16": False, "report_to": "none"}
     args = SFTConfig(output_dir=folder, verbosity="quiet", **shared, **options)
     return SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processor or small)
@@ -49,7 +49,7 @@ def measured(dataset: datasets.Dataset, check: str) -> dict[str, float | str | i
 
 def loaded(dataset: datasets.Dataset, workers: int) -> dict[str, float | int | None]:
     """Real limits of pixels: the images that the tests' processor would make are a tenth as wide."""
-    processor = tiny_vision.BUILDERS[image_step.FAMILY](image_step.FAMILY, image_step.real_pixels())[2]()
+    processor = tiny_vision.BUILDERS[image_step.FAMILY](image_step.FAMILY, image_step.PIXELS[image_step.FAMILY])[2]()
     options = {"per_device_train_batch_size": BATCH, "dataloader_num_workers": workers, "check_images": "header"}
     with tempfile.TemporaryDirectory() as folder:
         loader = iter(trainer_of(dataset, folder, processor, max_length=None, **options).get_train_dataloader())

@@ -1,4 +1,5 @@
-"""Steps on rows with images: SFT, DPO and GRPO of Qwen2.5-VL-3B's shape with random weights. Run by `whole_step.py`.
+"""Steps on rows with images: SFT, DPO and GRPO of Qwen2.5-VL-3B's shape, or another `--family`'s, with random weights. Run by
+`whole_step.py`.
 
 A row shows one image, whose sides are log-normal between 224 and 1600 pixels, and asks one question; answers have 16 to
 256 tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries
@@ -81,27 +82,69 @@ FROM_DISK = "tuned vllm"
 """TRL's vLLM reads the model's files: they are written to a folder, whose time is not counted."""
 
 
-def model_and_processor(is_tiny: bool, dtype: torch.dtype, device: str, for_vllm: bool = False) -> tuple[Any, Any]:
+def model_and_processor(
+    family: str, is_tiny: bool, dtype: torch.dtype, device: str, for_vllm: bool = False
+) -> tuple[Any, Any]:
     with tiny_vision.widened() if for_vllm else nullcontext():
-        model_class, config, processor, _ = tiny_vision.BUILDERS[FAMILY](FAMILY, {} if is_tiny else real_pixels())
+        options = {} if is_tiny else PIXELS.get(family, {})
+        model_class, config, made, _ = tiny_vision.BUILDERS[family](family, options)
+    processor = made()
     if not is_tiny:
-        text, tower = config.text_config, config.vision_config
-        text.hidden_size, text.intermediate_size, text.num_hidden_layers = 2048, 11_008, 36
-        text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 16, 2, 151_936
-        text.layer_types, text.max_window_layers = ["full_attention"] * 36, 36
-        text.rope_parameters = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
-        text.tie_word_embeddings = config.tie_word_embeddings = True
-        tower.depth, tower.hidden_size, tower.num_heads, tower.intermediate_size = 32, 1280, 16, 3420
-        tower.out_hidden_size, tower.window_size, tower.fullatt_block_indexes = 2048, 112, [7, 15, 23, 31]
+        SHAPES[family](config, processor)
     torch.manual_seed(0)
     with torch.device(device):
         model = model_class(config).to(dtype)
-    return model, processor()
+    if family == "gemma3":  # starts at zero: the model would be blind
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    return model, processor
 
 
-def real_pixels() -> dict[str, int]:
-    """The limits with which the family's own processor comes, but for the largest images: 1600 x 1600 are not shrunk."""
-    return {"min_pixels": 56 * 56, "max_pixels": 1600 * 1600}
+def qwen2_5_vl_3b(config: Any, processor: Any) -> None:
+    text, tower = config.text_config, config.vision_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 2048, 11_008, 36
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 16, 2, 151_936
+    text.layer_types, text.max_window_layers = ["full_attention"] * 36, 36
+    text.rope_parameters = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+    text.tie_word_embeddings = config.tie_word_embeddings = True
+    tower.depth, tower.hidden_size, tower.num_heads, tower.intermediate_size = 32, 1280, 16, 3420
+    tower.out_hidden_size, tower.window_size, tower.fullatt_block_indexes = 2048, 112, [7, 15, 23, 31]
+
+
+def siglip_400m(tower: Any, image_size: int) -> None:
+    tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers = 1152, 4304, 27
+    tower.num_attention_heads, tower.image_size, tower.patch_size = 16, image_size, 14
+
+
+def smolvlm_2b(config: Any, processor: Any) -> None:
+    """SmolVLM2-2.2B: an image is cut into tiles of 384, each of which becomes 81 tokens."""
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers, text.head_dim = 2048, 8192, 24, 64
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 32, 32, 49_280
+    text.max_position_embeddings, config.scale_factor = 8192, 3
+    siglip_400m(config.vision_config, 384)
+    processor.image_seq_len = 81
+
+
+def gemma3_4b(config: Any, processor: Any) -> None:
+    """Gemma 3 4B: an image of any size becomes 256 tokens, which see each other."""
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers, text.head_dim = 2560, 10_240, 34, 256
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 8, 4, 262_208
+    text.layer_types = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(34)]
+    text.sliding_window, text.query_pre_attn_scalar, config.mm_tokens_per_image = 1024, 256, 256
+    siglip_400m(config.vision_config, 896)
+    processor.image_seq_length = 256
+    written = processor.image_token * 256
+    processor.full_image_sequence = f"\n\n{processor.boi_token}{written}{processor.tokenizer.eoi_token}\n\n"
+
+
+SHAPES = {"qwen2_5_vl": qwen2_5_vl_3b, "smolvlm": smolvlm_2b, "gemma3": gemma3_4b}
+PIXELS = {
+    "qwen2_5_vl": {"min_pixels": 56 * 56, "max_pixels": 1600 * 1600},
+    "smolvlm": {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+    "gemma3": {"size": {"height": 896, "width": 896}},
+}
+"""With which the family's own processor comes, but that Qwen's shrinks no image of 1600 x 1600."""
 
 
 def picture(rng: np.random.Generator, is_tiny: bool, spread: float = 0.5) -> bytes:
@@ -177,14 +220,14 @@ def length_reward(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def trainer_of(
-    method: str, setting: str, sizes: dict[str, int], shared: dict[str, Any], steps: int, dtype: torch.dtype,
+    method: str, family: str, setting: str, sizes: dict[str, int], shared: dict[str, Any], steps: int, dtype: torch.dtype,
     is_tiny: bool, callbacks: list[Any],
 ) -> Any:  # fmt: skip
     library = importlib.import_module("posttrain" if setting.startswith("ours") else "trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, processor = model_and_processor(is_tiny, dtype, device, is_tiny and setting.endswith("vllm"))
+    model, processor = model_and_processor(family, is_tiny, dtype, device, is_tiny and setting.endswith("vllm"))
     if setting.startswith(("tuned flash", FROM_DISK)):
-        install_tower_attention(model.model, FAMILIES[FAMILY])
+        install_tower_attention(model.model, FAMILIES[family])
     config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
     more = {"reward_funcs": length_reward} if method == "grpo_images" else {}
     if setting.endswith("lora"):

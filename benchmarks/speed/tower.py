@@ -56,7 +56,7 @@ def main() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(TOWER_ATTENTION, tower_attention)
-    model, processor = image_step.model_and_processor(asked.tiny, dtype, device)
+    model, processor = image_step.model_and_processor(image_step.FAMILY, asked.tiny, dtype, device)
     tower, given = model.model.visual, {name: x.to(device) for name, x in photos(processor, asked.tiny).items()}
     given["pixel_values"] = given["pixel_values"].to(dtype)
     found: dict[str, Any] = {"device": device, "photos": PHOTOS, "patches": len(given["pixel_values"])}

@@ -169,7 +169,9 @@ def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
     )
 
 
-def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool) -> dict[str, Any]:
+def measured(
+    method: str, family: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool
+) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row = row_of(method, is_tiny)
     warm_up = 1 if method in image_step.ROWS and not setting.startswith("ours") else WARM_UP[method]
@@ -177,7 +179,7 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         if method in image_step.ROWS:
             options = shared_options(row, method, setting, sizes, output)
             dtype = torch.float32 if setting == "default" or device == "cpu" else torch.bfloat16
-            given = (method, setting, sizes, options, timed + warm_up, dtype, is_tiny)
+            given = (method, family, setting, sizes, options, timed + warm_up, dtype, is_tiny)
             trainer = image_step.trainer_of(*given, [GenerationMarks(1, device)])
         else:
             trainer = trainer_of(row, method, setting, sizes, timed + warm_up, output, device)
@@ -191,6 +193,7 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
     return {
         "method": method,
         "setting": setting,
+        **({"family": family} if method in image_step.ROWS else {}),
         **sizes,
         "step_seconds": seconds,
         "processor_seconds": on_processor,
@@ -231,12 +234,12 @@ def sizes_of(method: str, setting: str, is_tiny: bool, out: Path) -> list[dict[s
     return [{name: tuned[-1][name] for name in ("samples", "micro")}]
 
 
-def one_setting(method: str, setting: str, timed: int, is_tiny: bool, out: Path) -> None:
+def one_setting(method: str, family: str, setting: str, timed: int, is_tiny: bool, out: Path) -> None:
     """Sizes in turn, each in a fresh process (what an out-of-memory error leaves behind is gone with it)."""
     for place, sizes in enumerate(sizes_of(method, setting, is_tiny, out)):
         command = [sys.executable, "-m", "benchmarks.speed.whole_step", method, "--child", setting, json.dumps(sizes)]
-        command += ["--timed", str(timed), "--out", str(out), *(["--tiny"] if is_tiny else [])]
-        log = out.with_suffix(f".{method}-{setting.replace(' ', '-')}-{place}.log")
+        command += ["--timed", str(timed), "--out", str(out), "--family", family, *(["--tiny"] if is_tiny else [])]
+        log = out.with_suffix(f".{method}-{family}-{setting.replace(' ', '-')}-{place}.log")
         with log.open("w", encoding="utf-8") as written:
             code = subprocess.run(command, stdout=written, stderr=written, check=False).returncode
         if code == 0:
@@ -250,6 +253,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=SETTINGS)
     parser.add_argument("--settings", nargs="+", default=["ours", "tuned", "default"])
+    parser.add_argument(
+        "--family", choices=image_step.SHAPES, default=image_step.FAMILY, help="whose shape, of rows with images"
+    )
     parser.add_argument("--trl-path", type=Path)
     parser.add_argument("--timed", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
@@ -259,7 +265,7 @@ def main() -> None:
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     if asked.child:
         setting, sizes = asked.child
-        found = measured(asked.method, setting, json.loads(sizes), asked.timed, asked.tiny)
+        found = measured(asked.method, asked.family, setting, json.loads(sizes), asked.timed, asked.tiny)
         with asked.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
         return
@@ -267,7 +273,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(asked.trl_path.resolve()), os.environ.get("PYTHONPATH", "")])
     for setting in asked.settings:
         timed = asked.timed if setting.startswith(("ours", "matched")) else 1
-        one_setting(asked.method, setting, timed, asked.tiny, asked.out)
+        one_setting(asked.method, asked.family, setting, timed, asked.tiny, asked.out)
     if asked.out.exists():
         print(asked.out.read_text(encoding="utf-8"))
 
