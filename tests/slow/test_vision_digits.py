@@ -22,7 +22,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from tests.tiny_vision import _image_class, template, tokenizer
 
 pytestmark = pytest.mark.slow
@@ -156,3 +156,45 @@ def test_rewards_teach_it_to_read_and_shuffled_images_teach_nothing(tmp_path):
     print(before, found, rewards)
     assert found >= 0.8 > before + 0.1, (before, found)
     assert max(rewards[-3:]) < 0.15 + 0.05, rewards
+
+
+@torch.no_grad()
+def share_preferred(folder: str, pairs: list[tuple[Image.Image, str, str]]) -> float:
+    """Of pictures whose own digit is likelier than the other."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    pictures, right, wrong = zip(*pairs)
+    inputs = processor(text=["<image>?"] * len(pictures), images=[[p] for p in pictures], return_tensors="pt")
+    logits, rows = model(**inputs).logits[:, -1], torch.arange(len(pictures))
+    better, worse = (processor.tokenizer.convert_tokens_to_ids(list(side)) for side in (right, wrong))
+    return float((logits[rows, better] > logits[rows, worse]).float().mean())
+
+
+def test_preferences_teach_the_digit_of_the_picture(tmp_path):
+    """DPO from a model that has half learned to read: the right digit before three others, drawn for each picture."""
+    shown, draw = digits(0), random.Random(2)
+    others = [draw.sample([other for other in "0123456789" if other != digit], 3) for _, digit in shown]
+    pairs = [(picture, digit, other) for (picture, digit), three in zip(shown, others) for other in three]
+    held_out, trained = pairs[: 3 * HELD_OUT], pairs[3 * HELD_OUT :]
+    start = trained_by_sft(shown[HELD_OUT:], tmp_path, 0, max_steps=40)
+    sides = [{"images": [p], "prompt": "<image>?", "chosen": right, "rejected": wrong} for p, right, wrong in trained]
+    args = DPOConfig(
+        output_dir=str(tmp_path / "dpo"),
+        dataset_cache_dir=str(tmp_path / "cache"),
+        per_device_train_batch_size=64,
+        learning_rate=2e-3,
+        num_train_epochs=6,
+        warmup_steps=30,
+        lr_scheduler_type="cosine",
+        beta=1.0,
+        logging_steps=50,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = DPOTrainer(model=start, args=args, train_dataset=sides)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "preferring"))
+    before, after = share_preferred(start, held_out), share_preferred(str(tmp_path / "preferring"), held_out)
+    print(f"right digit preferred: {before:.3f} -> {after:.3f}")
+    assert before < 0.9
+    assert after >= 0.95
