@@ -25,7 +25,7 @@ from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_payloads
 from posttrain.data.store.building import RowSource
 from posttrain.data.store.token_store import TokenStore
-from posttrain.data.vision.augmentation import Augmentation
+from posttrain.data.vision.augmentation import Augmentation, AugmentationError
 from posttrain.data.vision.seen import seen_picture
 
 Tensors = dict[str, torch.Tensor]
@@ -58,11 +58,13 @@ class _Registered:
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """Whatever is wrong with an image is said with its place."""
+    """Whatever is wrong with an image, or cannot be done to it, is said with its place."""
     try:
         yield
     except BadImage as error:
         raise BadImage(error.kind, f"{where}{error}") from error
+    except AugmentationError as error:
+        raise AugmentationError(f"{where}{error}") from error
 
 
 class PixelLoader:
@@ -136,7 +138,7 @@ class PixelLoader:
 
     def _made(self, images: Sequence[ImageSpan]) -> list[Tensors]:
         pictures, where = zip(*map(self._opened, images))
-        drawn = [one if i.draw is None else self.augmentation(one, i.draw) for i, one in zip(images, pictures)]
+        drawn = [self._drawn(*one) for one in zip(images, pictures, where)]
         name, rows = self.family.forward_keys[0], [self.family.pixel_rows(image.grid) for image in images]
         try:
             inputs = self.image_processor([drawn] if self.family.pixels_in_one_row else drawn, **self.options)
@@ -153,6 +155,10 @@ class PixelLoader:
         apart = [inputs[key].split(rows if key == name else 1) for key in self.family.forward_keys]
         parts = (dict(zip(self.family.forward_keys, map(torch.clone, part))) for part in zip(*apart, strict=True))
         return [self._checked(*one) for one in zip(images, parts, where, strict=True)]
+
+    def _drawn(self, image: ImageSpan, picture: Image.Image, where: str) -> Image.Image:
+        with named(where):
+            return picture if image.draw is None else self.augmentation(picture, image.draw)
 
     def picture(self, image: ImageSpan) -> Image.Image:
         """RGB, as the image processor is given it; for engines that have an image processor of their own."""

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, described, family_of, the_package, write_gguf
-from posttrain.exporting.verification import BOUNDS, ExportRefused, Recorded, Verified, check_answers, record, verify
+from posttrain.exporting.verification import (
+    BOUNDS,
+    ExportRefused,
+    Recorded,
+    Verified,
+    check_answers,
+    check_processor,
+    record,
+    verify,
+)
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SavedModel, find_saved
 from posttrain.models.load.weight_export import exported_weights, untied_weights
@@ -126,7 +135,7 @@ def export(wanted: Export) -> Exported:
     _refuse_impossible(wanted)
     written_as = wanted.dtype or _own_dtype(wanted.saved)
     model = wanted.saved.load(torch.float32, wanted.trust_remote_code, quantised=wanted.to != ADAPTER).eval()
-    recorded = record(model, wanted.saved.task)
+    recorded = record(model, wanted.saved.task, wanted.saved.processor(wanted.trust_remote_code))
     staged = wanted.output.with_name(f".{wanted.output.name}.tmp-{os.getpid()}")
     staged.mkdir(parents=True)
     try:
@@ -181,8 +190,8 @@ def _own_dtype(saved: SavedModel) -> str:
 
 def _write_merged(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
     dtype = getattr(torch, written_as)
-    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
-    sums = write_model(folder, model, exported_weights(model, dtype), tokenizer, dtype)
+    processing_class = wanted.saved.processing_class(wanted.trust_remote_code)
+    sums = write_model(folder, model, exported_weights(model, dtype), processing_class, dtype)
     return lambda: _check_folder(wanted, folder, sums)
 
 
@@ -190,7 +199,7 @@ def write_model(
     folder: Path,
     model: nn.Module,
     weights: Iterable[tuple[str, Tensor]],
-    tokenizer: Any,
+    processing_class: Any,
     dtype: torch.dtype | None = None,
 ) -> dict[str, str]:
     """A folder to load: `weights` under the names of `exported_weights(model)`, and what else says how to use them.
@@ -205,7 +214,7 @@ def write_model(
     if untied_weights(model):
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
-    _write_companions(tokenizer, innermost, folder)
+    _write_companions(processing_class, innermost, folder)
     return sums
 
 
@@ -219,7 +228,7 @@ def _write_adapter(wanted: Export, model: nn.Module, folder: Path, written_as: s
     config["base_model_name_or_path"] = str(Path(base).resolve()) if Path(base).exists() else base
     config |= {"inference_mode": True, "auto_mapping": None}  # the latter would be a name of code to import
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_companions(wanted.saved.tokenizer(wanted.trust_remote_code), None, folder)
+    _write_companions(wanted.saved.processing_class(wanted.trust_remote_code), None, folder)
     return lambda: _check_folder(wanted, folder, sums)
 
 
@@ -238,22 +247,28 @@ WRITERS: dict[str, Callable[[Export, nn.Module, Path, str], Callable[[], None]]]
 
 
 def _check_folder(wanted: Export, folder: Path, sums: dict[str, str]) -> None:
-    """Loaders choose a tokenizer's class by the files around it: what is loaded from the export must cut text as in training."""
+    """Loaders choose a tokenizer's class by the files around it: what is loaded from the export must cut text as in training, and
+    make the same of a picture."""
     check_weights(folder, sums)
-    trained, fresh = (one.tokenizer(wanted.trust_remote_code) for one in (wanted.saved, SavedModel(str(folder))))
+    exported = SavedModel(str(folder), task=wanted.saved.task)
+    trained, fresh = (one.tokenizer(wanted.trust_remote_code) for one in (wanted.saved, exported))
     for text in TEXTS:
         if trained(text)["input_ids"] != fresh(text)["input_ids"]:
             raise ExportRefused(
                 f"The tokenizer that is loaded from the export ({type(fresh).__name__}) cuts {text!r} into other tokens than that "
                 f"of the run ({type(trained).__name__}): the model would read what it was not trained on."
             )
+    if (processor := wanted.saved.processor(wanted.trust_remote_code)) is not None:  # it has the template
+        trained, fresh = processor, check_processor(processor, exported, wanted.trust_remote_code)
     if trained.chat_template != fresh.chat_template:
         raise ExportRefused("The chat template that is loaded from the export is not that of the run.")
 
 
-def _write_companions(tokenizer: Any, innermost: nn.Module | None, folder: Path) -> None:
-    """Tokenizer with its chat template, and a generation config that ends where the tokenizer says."""
-    tokenizer.save_pretrained(folder)
+def _write_companions(processing_class: Any, innermost: nn.Module | None, folder: Path) -> None:
+    """Tokenizer with its chat template, the processor around it where the model sees, and a generation config that ends where the
+    tokenizer says."""
+    processing_class.save_pretrained(folder)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     generation = getattr(innermost, "generation_config", None)
     if generation is None:
         return
@@ -290,7 +305,7 @@ def _verified(wanted: Export, recorded: Recorded, staged: Path, written_as: str)
             if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
                 raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
         answers = llama_cpp_logps(path, recorded.sequences)
-        found = replace(found, llama_cpp=check_answers(recorded, answers, found.bound, "llama.cpp"))
+        found = replace(found, llama_cpp=check_answers(recorded.answers, answers, found.bound, "llama.cpp"))
     return found
 
 

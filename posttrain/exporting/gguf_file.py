@@ -18,6 +18,7 @@ import xxhash
 from torch import nn
 
 from posttrain.exporting.verification import ExportRefused
+from posttrain.models.load.image_models import sees_images
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.weight_export import exported_weights
 
@@ -100,6 +101,11 @@ def the_package() -> Any:
 def family_of(config: Any) -> Family:
     """The family, if a file that llama.cpp understands can be written for this model; a sentence that says why not, otherwise."""
     family = FAMILIES.get(config.model_type)
+    if sees_images(config.to_dict()):
+        raise ValueError(
+            f"This model, of the family {config.model_type!r}, sees images, and a GGUF file would hold its text part alone. Export "
+            "it as merged, and convert that with llama.cpp's convert_hf_to_gguf.py, which writes the vision tower with --mmproj."
+        )
     if family is None:
         raise ValueError(
             f"GGUF files are written for {', '.join(FAMILIES)}; this model is of the family {config.model_type!r}. Export it as "

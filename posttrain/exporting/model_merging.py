@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.exporting.export import check_weights, checksum, write_model
-from posttrain.exporting.verification import ExportRefused
+from posttrain.exporting.verification import ExportRefused, check_processor
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.saved_model import find_saved
 from posttrain.models.load.weight_export import exported_specs, exported_weights
@@ -89,13 +89,13 @@ def merge_models(config: MergeConfig, out_path: str | Path, trust_remote_code: b
         raise ValueError("`policy_model_path` is None: merge_models needs the folder or the Hub id of the policy.")
     saved = find_saved(config.policy_model_path)
     policy = saved.load(trust_remote_code=trust_remote_code)
-    return write_merge(config, policy, saved.tokenizer(trust_remote_code), Path(out_path), trust_remote_code)
+    return write_merge(config, policy, saved.processing_class(trust_remote_code), Path(out_path), trust_remote_code)
 
 
 def write_merge(
-    config: MergeConfig, policy: nn.Module, tokenizer: Any, output: Path, trust_remote_code: bool = False
+    config: MergeConfig, policy: nn.Module, processing_class: Any, output: Path, trust_remote_code: bool = False
 ) -> Path:
-    """Write the merge of a model in memory; the folder appears when it has been verified, or not at all."""
+    """Write the merge of a model in memory with its tokenizer or processor; the folder appears when verified, or not at all."""
     config.check()
     if output.exists():
         raise ValueError(f"{output} exists already; a merge is written into a new folder.")
@@ -108,9 +108,11 @@ def write_merge(
     staged.mkdir(parents=True)
     try:
         dtype = None if config.dtype is None else getattr(torch, config.dtype)
-        sums = write_model(staged, policy, merged_weights(config, policy, target, base), tokenizer, dtype)
+        sums = write_model(staged, policy, merged_weights(config, policy, target, base), processing_class, dtype)
         check_weights(staged, sums)
         _check_loads(staged, sums, trust_remote_code)
+        if hasattr(processing_class, "image_processor"):
+            check_processor(processing_class, find_saved(staged), trust_remote_code)
         staged.rename(output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

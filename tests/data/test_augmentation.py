@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ImageOps
+from PIL import ImageEnhance, ImageFilter, ImageOps
 
 from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.loader import EpochBatches, UnitLoader
 from posttrain.data.vision.augmentation import (
     BUILT_IN,
+    AugmentationError,
     DrawnBatches,
     DrawnRows,
     DrawnStream,
@@ -83,6 +87,11 @@ REFUSED = [
     ([{"name": "RandomRotatio", "degrees": 5}], "must be a transform of torchvision"),
     ([{"degrees": 5}], "must be a transform of torchvision"),
     ([{"name": "functional"}], "must be a transform of torchvision"),
+    ([{"name": "ImageChops.invert"}], "or of Pillow's ImageOps, ImageFilter, ImageEnhance"),
+    ([{"name": "ImageOps._lut"}], "or of Pillow's"),
+    ([{"name": "ImageOps.functools"}], "or of Pillow's"),
+    ([{"name": "ImageOps.Protocol"}], "or of Pillow's"),
+    ([{"name": "RandomApply", "transforms": [{"name": "RandomRotatio"}]}], "has the entry {'name': 'RandomRotatio'}"),
     ([{"name": "RandomRotation", "degree": 5}], "RandomRotation does not take"),
 ]
 
@@ -96,8 +105,157 @@ def test_what_cannot_be_used_is_refused_in_words(given_value, words):
 
 
 def test_a_result_that_is_not_a_picture_is_refused():
-    with pytest.raises(TypeError, match="gave back a ndarray"):
-        augmentation_of(not_a_picture)(PICTURE, 0)
+    with pytest.raises(AugmentationError, match=r"`image_augmentation`: not_a_picture gave back a ndarray"):
+        augmentation_of(not_a_picture).try_out()
+
+
+def named(name, **options):
+    return {"name": name, **options}
+
+
+def test_transforms_of_pillow_are_found_by_name():
+    """With lists where Pillow wants tuples, and before and after those of torchvision."""
+    listed = [
+        named("ImageOps.autocontrast", cutoff=[2, 3]),
+        named("ImageFilter.GaussianBlur", radius=1),
+        named("ImageEnhance.Contrast", factor=1.2),
+    ]
+    expected = ImageOps.autocontrast(PICTURE, (2, 3)).filter(ImageFilter.GaussianBlur(1))
+    expected = ImageEnhance.Contrast(expected).enhance(1.2)
+    assert augmentation_of(listed)(PICTURE, 0).tobytes() == expected.tobytes()
+    mixed = [named("RandomHorizontalFlip", p=1.0), *listed, named("RandomVerticalFlip", p=1.0)]
+    assert augmentation_of(mixed)(PICTURE, 0).tobytes() == ImageOps.flip(ImageOps.mirror(expected)).tobytes()
+
+
+def test_grey_pictures_may_stand_between_entries():
+    """`colorize` takes no others."""
+    listed = [named("ImageOps.grayscale"), named("ImageOps.colorize", black="red", white="white")]
+    expected = ImageOps.colorize(PICTURE.convert("L"), "red", "white").tobytes()
+    assert augmentation_of(listed)(PICTURE, 0).tobytes() == expected
+    assert augmentation_of([named("Identity"), *listed])(PICTURE, 0).tobytes() == expected
+
+
+def test_floats_that_are_a_little_over_do_not_begin_again_at_black():
+    white = ImageOps.colorize(PICTURE.convert("L"), "white", "white")
+    noisy = augmentation_of([named("ConvertImageDtype"), named("GaussianNoise", sigma=0.05, clip=False)])(white, 0)
+    assert np.asarray(noisy).min() > 180
+
+
+def test_entries_may_have_entries():
+    """Which are drawn, and can be sent to the workers of a loader."""
+    inner = [named("RandomRotation", degrees=[90, 90]), named("RandomOrder", transforms=[named("ImageOps.invert")])]
+    augment = augmentation_of([named("RandomApply", p=0.5, transforms=inner)])
+    turned = ImageOps.invert(PICTURE.rotate(90, fillcolor=0)).tobytes()
+    found = [pickle.loads(pickle.dumps(augment))(PICTURE, draw).tobytes() for draw in range(12)]
+    assert {*found} == {turned, PICTURE.tobytes()}
+
+
+def test_pillow_is_enough_for_transforms_of_pillow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
+    made = augmentation_of([named("ImageOps.grayscale"), named("ImageOps.mirror")])
+    made.try_out()
+    assert made(PICTURE, 0).tobytes() == ImageOps.mirror(PICTURE.convert("L")).convert("RGB").tobytes()
+    for given_value in ("light", [named("ImageOps.mirror"), named("RandomRotation", degrees=5)]):
+        with pytest.raises(ValueError, match=r"`image_augmentation` names transforms of torchvision, which cannot be"):
+            augmentation_of(given_value)
+
+
+UNUSABLE = [
+    (
+        named("RandomCrop", size=5000),
+        r"'size': 5000\} cannot be applied to a picture of 3072 x 4096 .*Required crop size",
+    ),
+    (named("Normalize", mean=[0.5], std=[0.5]), "'Normalize'.*should be a float tensor"),
+    (named("RandomApply", transforms=[named("Normalize", mean=[0.5], std=[0.5])]), "'RandomApply'.*float tensor"),
+    (named("FiveCrop", size=5), "'FiveCrop', 'size': 5} gave back a tuple"),
+    (named("ImageOps.autocontrast", cutof=2), "unexpected keyword argument 'cutof'"),
+    (named("ImageOps.exif_transpose", in_place=True), "gave back a NoneType"),
+]
+
+
+@pytest.mark.parametrize(("entry", "words"), UNUSABLE, ids=lambda one: one.get("name") if isinstance(one, dict) else "")
+def test_what_cannot_be_applied_is_refused_when_it_is_tried(entry, words):
+    with pytest.raises(AugmentationError, match=f"`image_augmentation`: .*{words}"):
+        augmentation_of([named("RandomGrayscale"), entry]).try_out()
+
+
+def test_a_crop_that_large_pictures_have_room_for_is_an_error_for_small_ones_alone():
+    crop = augmentation_of([named("RandomCrop", size=500)])
+    crop.try_out()
+    with pytest.raises(
+        AugmentationError, match=r"'RandomCrop', 'size': 500\} .* a picture of 24 x 36 \(height x width\)"
+    ):
+        crop(PICTURE, 0)
+
+
+def test_normalised_pixels_are_not_taken_for_a_picture():
+    """torchvision would show -1 as nearly white."""
+    with pytest.raises(AugmentationError, match=r"makes pixels from -1 to 1, .* leave Normalize out"):
+        augmentation_of([named("ConvertImageDtype"), named("Normalize", mean=[0.5], std=[0.5])]).try_out()
+
+
+def test_what_a_function_raises_about_noise_is_said_and_no_error(caplog):
+    augmentation_of(draws_and_fails).try_out()
+    assert "draws_and_fails cannot be applied" in caplog.text
+    assert "It was tried on noise" in caplog.text
+    caplog.clear()
+    augmentation_of(half).try_out()
+    assert caplog.text == ""
+
+
+class Compose:
+    """As albumentations' is called and seeded, with a generator of its own."""
+
+    __module__ = "albumentations.core.composition"
+
+    def __init__(self):
+        self.set_random_state(np.random.default_rng(), None)
+
+    def set_random_state(self, random_generator, py_random):
+        self.random_generator = random_generator
+
+    def __call__(self, *, image):
+        return {"image": self.random_generator.permutation(image)}
+
+
+def test_transforms_of_albumentations_follow_the_draw(monkeypatch):
+    monkeypatch.setattr(pickle, "dumps", repr)  # the class is not where its module says
+    augment = augmentation_of(Compose())
+    augment.try_out()
+    found = [augment(PICTURE, draw).tobytes() for draw in range(3)]
+    assert [augment(PICTURE, draw).tobytes() for draw in range(3)] == found
+    assert len({*found}) == 3
+    monkeypatch.delattr(Compose, "set_random_state")
+    monkeypatch.setattr(Compose, "__init__", object.__init__)
+    with pytest.raises(
+        ValueError, match=r"`image_augmentation` is of a version of albumentations.*install albumentations 2"
+    ):
+        augmentation_of(Compose())
+
+
+def test_transforms_of_an_installed_albumentations_follow_the_draw():
+    albumentations = pytest.importorskip("albumentations")
+    some = [albumentations.CoarseDropout(p=0.5), albumentations.RandomBrightnessContrast(p=0.5)]
+    augment = augmentation_of(albumentations.Compose(some))
+    found = [augment(PICTURE, draw).tobytes() for draw in range(6)]
+    again = pickle.loads(pickle.dumps(augment))
+    assert [again(PICTURE, draw).tobytes() for draw in range(6)] == found
+    assert len({*found}) > 1
+    with pytest.raises(AugmentationError, match="RandomCrop of albumentations cannot be applied"):
+        augmentation_of(albumentations.RandomCrop(5000, 5000)).try_out()
+
+
+def test_an_edited_function_behind_an_import_path_is_described_as_another(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for angle in (5, 15):
+        (tmp_path / "edited_pictures.py").write_text(f"def turn(picture):\n    return picture.rotate({angle:3})\n")
+        sys.modules.pop("edited_pictures", None)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        found.append([described("edited_pictures:turn") for _ in range(2)])
+    assert found[0][0] == found[0][1] != found[1][0]
+    assert found[0][0].startswith("edited_pictures:turn ")
 
 
 def test_a_function_is_described_by_name_and_source():
@@ -169,12 +327,14 @@ def test_draws_of_a_stream():
 
 def draws_and_fails(picture):
     torch.rand(1)
-    raise RuntimeError
+    raise RuntimeError("no such page")
 
 
 def test_the_generators_are_restored_after_an_error():
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        AugmentationError, match=r"draws_and_fails cannot be .* 24 x 36 .*: RuntimeError: no such page\."
+    ):
         augmentation_of(draws_and_fails)(PICTURE, 3)
     assert torch.equal(torch.get_rng_state(), state)

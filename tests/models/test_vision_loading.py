@@ -171,3 +171,11 @@ def test_a_reward_model_of_images_scores_the_same_after_it_was_saved(family: str
     assert sorted(name for name, _ in exported_weights(model)) == sorted(names)
     bare = model_without_weights(tmp_path / "reward", options)
     assert {name for name, _ in bare.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+def test_a_loaded_model_without_a_head_is_not_asked_for_num_labels() -> None:
+    """Its class has no such argument: `AutoModelForImageTextToText` makes it, whatever the number."""
+    shown = Shown.of("llava", torch.float32)
+    options = LoadOptions(task=SEQUENCE_REWARD, vision=shown.family)
+    with pytest.raises(ValueError, match=r"a LlavaForConditionalGeneration, has no head .* Give its name or the path"):
+        load_model(shown.tiny.model, options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import datasets
 import pytest
 import torch
@@ -69,6 +71,27 @@ def test_a_resumed_run_draws_what_the_whole_run_did(family, tmp_path):
     plain = trainer_of("sft", family, tmp_path, **options | {"image_augmentation": "document"})
     with pytest.raises(ValueError, match="image_augmentation"):
         plain.train(resume_from_checkpoint=folder)
+
+
+def test_a_resume_is_refused_when_the_function_behind_an_import_path_was_edited(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    options = {"image_augmentation": "edited_turns:turn", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    for angle in (5, 15):
+        (tmp_path / "edited_turns.py").write_text(f"def turn(picture):\n    return picture.rotate({angle})\n")
+        sys.modules.pop("edited_turns", None)
+        trainer = trainer_of("sft", "llava", tmp_path, **options)
+        if angle == 5:
+            trainer.train()
+    with pytest.raises(ValueError, match=r"image_augmentation: 'edited_turns:turn \w+' -> 'edited_turns:turn \w+'"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+
+
+def test_a_picture_that_cannot_be_augmented_is_named_whatever_bad_rows_are(tmp_path):
+    crop = [{"name": "RandomCrop", "size": 500}]
+    trainer = trainer_of("sft", "llava", tmp_path, image_augmentation=crop, on_bad_rows="drop")
+    with pytest.raises(ValueError, match=r"^train, row \d, column '\w+': .*`image_augmentation`: .*RandomCrop"):
+        list(trainer.get_train_dataloader())
 
 
 def test_augmentation_is_refused_where_it_would_be_wrong(tmp_path):

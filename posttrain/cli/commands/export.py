@@ -76,6 +76,10 @@ def main(words: list[str]) -> int:
         f"  verified    loaded afresh: differs from the trained model by {found.mean:.2g} on average, {found.largest:.2g} at most "
         f"(bound {found.bound:g}); {found.layers} layers, none by more than {found.worst_layer:.2g}"
     )
+    if found.picture is not None:
+        print(
+            f"  picture     same ids and pixels; differs from the trained model by {found.picture:.2g} on average after it"
+        )
     if found.llama_cpp is not None:
         print(f"  llama.cpp   differs from the trained model by {found.llama_cpp:.2g} on average")
     return 0

@@ -22,9 +22,19 @@ class OpenedModel:
     tokenizer: Any
     options: argparse.Namespace
 
-    def load(self) -> Any:
+    def processor(self) -> Any:
+        """What shows it images. UsageError where it cannot be shown any."""
+        found = self.saved.processor(self.options.trust_remote_code)
+        if found is not None:
+            return found
+        why = "has no processor (no processor_config.json): copy that of the model that it was trained from into its folder"
+        if not self.saved.sees:
+            why = "reads texts only, and cannot be shown images: leave --image out, or take a vision-language model"
+        raise UsageError(f"{self.options.model} {why}.")
+
+    def load(self, sees: bool = False) -> Any:
         """On its device, with the adapters' products fused as in training, and on the quantised base of a QLoRA run. A dtype that
-        is named is that of the whole base."""
+        is named is that of the whole base. `sees`: as transformers has it, to be given what its processor makes of images."""
         import torch
 
         from posttrain.models.load.model import LoadOptions, load_model
@@ -38,6 +48,8 @@ class OpenedModel:
             )
         device = device_named(self.options.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = self.saved.load(dtype, self.options.trust_remote_code, is_quantised, device)
+        if sees:
+            return model.to(device).eval()
         return load_model(model, LoadOptions(dtype=model.dtype, device=device)).model.eval()
 
 

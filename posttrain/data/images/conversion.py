@@ -1,4 +1,4 @@
-"""Conversions of Pillow images: to RGB, smaller, to bytes, side by side."""
+"""Conversions of Pillow images: to RGB, smaller, in tiles, to bytes, side by side."""
 
 from __future__ import annotations
 
@@ -80,6 +80,15 @@ def shrink(image: Image.Image, max_pixels: int | None) -> Image.Image:
     if (height, width) == (image.height, image.width):
         return image
     return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def tile(image: Image.Image, side: int) -> list[Image.Image]:
+    """The image in squares of `side`, row by row from the upper left; those at the right and lower edges have what is left."""
+    if side < 1:
+        raise ValueError(f"`side` is {side}; it must be at least 1.")
+    corners = ((left, top) for top in range(0, image.height, side) for left in range(0, image.width, side))
+    ends = image.width, image.height
+    return [image.crop((left, top, min(left + side, ends[0]), min(top + side, ends[1]))) for left, top in corners]
 
 
 def to_bytes(image: Image.Image, format: str = "PNG", quality: int = 90) -> bytes:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import logging
 import os
 import pickle
 import random
@@ -17,36 +18,93 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from posttrain.core.sample import Sample, Unit
 
+logger = logging.getLogger(__name__)
+
 OPTION = "image_augmentation"
+DRAWS_TRIED = 8
 Transform = Callable[[Any], Any]
 
 
 # ---- what is applied -------------------------------------------------------------------------------------------------------
 
 
+class AugmentationError(ValueError):
+    """What was asked for cannot be done to a picture. Not a BadImage: what is wrong is the option, and no row is left out for it,
+    whatever `on_bad_rows` says."""
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """A transform whose randomness is that of a draw, and whose result has the size of what it was given."""
 
-    transform: Callable[[Image.Image], Any]
+    transform: Transform
 
     def __call__(self, picture: Image.Image, draw: int) -> Image.Image:
         """The number of placeholders was fixed at preparation, by the size: any other size is resized back to it."""
-        with drawn_from(draw):
-            made = self.transform(picture.copy())
-        if not isinstance(made, Image.Image):
-            raise TypeError(f"`{OPTION}` gave back a {type(made).__name__}; it must give a PIL image for a PIL image.")
+        name = getattr(self.transform, "__qualname__", type(self.transform).__name__)
+        with drawn_from(draw), _said_of(name, picture):
+            made = _expect(Image.Image, self.transform(picture.copy()), name)
         made = made.convert("RGB")
         return made if made.size == picture.size else made.resize(picture.size, Image.Resampling.BICUBIC)
+
+    def try_out(self) -> None:
+        """Raise if it cannot be applied to a picture, lying or standing, by any of some draws: before a model is loaded.
+
+        What fails on a small one, as a crop of 500 pixels does, may fit the data, and is tried once more on one of 12 megapixels.
+        What a function of one's own raises is only said: it may be made for what noise is not.
+        """
+        height, width = 48, 64
+        for draw in range(DRAWS_TRIED):
+            try:
+                self(_noise(height, width), draw)
+            except AugmentationError:
+                break
+            height, width = width, height
+        else:
+            return
+        try:
+            self(_noise(64 * height, 64 * width), draw)
+        except AugmentationError as error:
+            is_own = not isinstance(self.transform, _Entries | _OfAlbumentations)
+            if error.__cause__ is None or not is_own:
+                raise
+            logger.warning(f"{error} It was tried on noise; a picture of the dataset for which it raises ends the run.")
+
+
+def _noise(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@contextlib.contextmanager
+def _said_of(entry: str, picture: Image.Image) -> Iterator[None]:
+    """Whatever a transform raises is said with the option and its entry."""
+    try:
+        yield
+    except (AugmentationError, MemoryError):
+        raise
+    except Exception as error:  # of torchvision, Pillow or the user
+        raise AugmentationError(
+            f"`{OPTION}`: {entry} cannot be applied to a picture of {picture.height} x {picture.width} (height x width): "
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
+
+
+def _expect(kinds: Any, made: Any, entry: str) -> Any:
+    if not isinstance(made, kinds):
+        raise AugmentationError(
+            f"`{OPTION}`: {entry} gave back a {type(made).__name__}; it must give a picture for a picture."
+        )
+    return made
 
 
 @contextlib.contextmanager
@@ -68,11 +126,14 @@ def drawn_from(draw: int) -> Iterator[None]:
 
 
 def augmentation_of(given: Any) -> Augmentation:
-    """Of a built-in's name, an import path `module:function`, a callable, or a list of {name: ..., option: ...} of torchvision."""
-    if isinstance(given, str):
-        return Augmentation(_OfTorchvision(given) if given in BUILT_IN else _imported(given))
+    """Of a built-in's name, an import path `module:function`, a callable, or a list of {name: ..., option: ...}."""
+    if isinstance(given, str) and given in BUILT_IN:
+        _v2()
+        return Augmentation(_Entries(given))
     if isinstance(given, list | tuple):
-        return Augmentation(_OfTorchvision([_named_transform(entry) for entry in given]))
+        return Augmentation(_Entries([(str(entry), _named_transform(entry)) for entry in given]))
+    if isinstance(given, str):
+        given = _imported(given)
     if not callable(given):
         raise ValueError(f"`{OPTION}` is {given!r}; it takes {KNOWN}.")
     try:
@@ -82,12 +143,16 @@ def augmentation_of(given: Any) -> Augmentation:
             f"`{OPTION}` is {given!r}, which cannot be pickled for checkpoints and loader workers ({error}): define it at the "
             "top of a module."
         ) from error
-    is_theirs = type(given).__module__.startswith("torchvision.transforms")
-    return Augmentation(_OfTorchvision([given]) if is_theirs else given)
+    package = type(given).__module__
+    if package.startswith("torchvision.transforms"):
+        return Augmentation(_Entries([(" ".join(repr(given).split()), given)]))
+    return Augmentation(_OfAlbumentations(given) if package.partition(".")[0] == "albumentations" else given)
 
 
 def described(given: Any) -> Any:
     """An augmentation in words that are the same in every process: what a resumed run compares."""
+    if isinstance(given, str) and ":" in given:
+        given = _imported(given)  # the text stays what it is when the function is edited
     if not callable(given) or isinstance(given, type):
         return given
     if not hasattr(given, "__qualname__"):
@@ -111,10 +176,10 @@ def _imported(path: str) -> Transform:
         raise ValueError(f"`{OPTION}` is {path!r}, which cannot be imported: {error}.") from error
     if not callable(found):
         raise ValueError(f"`{OPTION}` is {path!r}, which is a {type(found).__name__}; it must be a function.")
-    return augmentation_of(found).transform
+    return found
 
 
-# ---- transforms of torchvision ---------------------------------------------------------------------------------------------
+# ---- transforms of torchvision, Pillow and albumentations ------------------------------------------------------------------
 
 
 def _v2() -> Any:
@@ -122,41 +187,120 @@ def _v2() -> Any:
         from torchvision.transforms import v2
     except ImportError as error:
         raise ValueError(
-            f"`{OPTION}` names transforms of torchvision, which cannot be imported ({error}): install it, or give a function of "
-            "your own that takes and gives a PIL image."
+            f"`{OPTION}` names transforms of torchvision, which cannot be imported ({error}): install it, name transforms of "
+            "Pillow, or give a function of your own that takes and gives a PIL image."
         ) from error
     return v2
 
 
-class _OfTorchvision:
-    """Transforms of torchvision on uint8 tensors (channels, height, width): a list of them, or those of a built-in."""
+@dataclass(frozen=True)
+class _Entries:
+    """Transforms, one after the other, each with the words that name it in messages; or the name of a built-in.
 
-    def __init__(self, transforms: str | list[Transform]) -> None:
-        self.transforms = transforms
-        _v2()
+    Those of torchvision are on uint8 tensors (channels, height, width); without any of them nothing needs torchvision.
+    """
+
+    given: str | Sequence[tuple[str, Transform]]
 
     def __call__(self, picture: Image.Image) -> Image.Image:
-        v2, made = _v2(), self.transforms
-        made = BUILT_IN[made](v2, picture.height, picture.width) if isinstance(made, str) else made
-        pixels = v2.functional.pil_to_tensor(picture)
-        for transform in made:
-            pixels = transform(pixels)
-        return pixels if isinstance(pixels, Image.Image) else v2.functional.to_pil_image(pixels)
+        entries = self.given
+        if isinstance(entries, str):
+            entries = [(entries, one) for one in BUILT_IN[entries](_v2(), picture.height, picture.width)]
+        are_of_pillow = all(isinstance(transform, _OfPillow) for _, transform in entries)
+        made = picture if are_of_pillow else _v2().functional.pil_to_tensor(picture)
+        for entry, transform in entries:
+            with _said_of(entry, picture):
+                made = _expect(torch.Tensor | Image.Image, transform(made), entry)
+        return made if isinstance(made, Image.Image) else _as_picture(made)
+
+
+def _as_picture(pixels: torch.Tensor) -> Image.Image:
+    """Floats are from 0 to 1. torchvision would let what is beyond begin again at the other end; a little of it, as interpolation
+    leaves, is cut off."""
+    if pixels.is_floating_point():
+        low, high = pixels.min().item(), pixels.max().item()
+        if not (low > -0.5 and high < 1.5):
+            raise AugmentationError(
+                f"`{OPTION}` makes pixels from {low:.3g} to {high:.3g}, and those of a picture are from 0 to 1: clip them, and "
+                "leave Normalize out, which the model's image processor does."
+            )
+        pixels = pixels.clamp(0, 1)
+    return _v2().functional.to_pil_image(pixels)
 
 
 def _named_transform(entry: Any) -> Transform:
-    """{name: RandomRotation, degrees: 5} -> v2.RandomRotation(degrees=5); a name alone has no options."""
+    """{name: RandomRotation, degrees: 5} -> v2.RandomRotation(degrees=5); a name alone has no options. `transforms` are entries."""
     options = dict(entry) if isinstance(entry, dict) else {"name": entry}
-    name, v2 = options.pop("name", None), _v2()
+    name = options.pop("name", None)
+    if isinstance(name, str) and _is_of_pillow(name):  # YAML has lists where Pillow wants tuples
+        return _OfPillow(name, {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+    v2 = _v2()
     found = getattr(v2, name, None) if isinstance(name, str) else None
     if not (inspect.isclass(found) and issubclass(found, v2.Transform)):
         raise ValueError(
-            f"`{OPTION}` has the entry {entry!r}; its `name` must be a transform of torchvision.transforms.v2."
+            f"`{OPTION}` has the entry {entry!r}; its `name` must be a transform of torchvision.transforms.v2, or of Pillow's "
+            f"{', '.join(PILLOW)}, as in ImageOps.autocontrast."
         )
+    if isinstance(options.get("transforms"), list | tuple):
+        inner = options["transforms"]
+        options["transforms"] = [one if callable(one) else _named_transform(one) for one in inner]
     try:
         return found(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{OPTION}`: {name} does not take {options}: {error}.") from error
+
+
+PILLOW: dict[str, tuple[ModuleType, Callable[[Image.Image, Any, dict[str, Any]], Any]]] = {
+    "ImageOps": (ImageOps, lambda picture, function, options: function(picture, **options)),
+    "ImageFilter": (ImageFilter, lambda picture, filter, options: picture.filter(filter(**options))),
+    "ImageEnhance": (ImageEnhance, lambda picture, enhancer, options: enhancer(picture).enhance(**options)),
+}
+"""Modules that may be named -> how what stands in them is applied."""
+
+
+def _is_of_pillow(name: str) -> bool:
+    """Public, and defined in the module itself: what a module imports is not meant."""
+    module, _, what = name.partition(".")
+    found = getattr(PILLOW[module][0], what, None) if module in PILLOW and not what.startswith("_") else None
+    return callable(found) and found.__module__ == PILLOW[module][0].__name__
+
+
+@dataclass(frozen=True)
+class _OfPillow:
+    """`ImageOps.autocontrast` and its options, on a picture, or between transforms of torchvision on what they hand on."""
+
+    name: str
+    options: dict[str, Any]
+
+    def __call__(self, picture: Image.Image | torch.Tensor) -> Any:
+        if isinstance(picture, torch.Tensor):
+            return _v2().functional.pil_to_tensor(self(_as_picture(picture)))
+        module, _, what = self.name.partition(".")
+        home, apply = PILLOW[module]
+        return _expect(Image.Image, apply(picture, getattr(home, what), self.options), self.name)
+
+
+@dataclass(frozen=True)
+class _OfAlbumentations:
+    """A transform of albumentations, on an array. It has generators of its own, which are seeded from those of the draw.
+
+    By `set_random_state`: what `set_random_seed` makes of a seed may depend on the loader's worker.
+    """
+
+    transform: Any
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.transform, "set_random_state"):
+            raise ValueError(
+                f"`{OPTION}` is of a version of albumentations that cannot be given generators (`set_random_state`), so that a "
+                "resumed run would draw something else: install albumentations 2, or seed it in a function of your own."
+            )
+
+    def __call__(self, picture: Image.Image) -> Image.Image:
+        seed = random.getrandbits(32)
+        self.transform.set_random_state(np.random.default_rng(seed), random.Random(seed))
+        with _said_of(f"{type(self.transform).__name__} of albumentations", picture):
+            return Image.fromarray(self.transform(image=np.array(picture))["image"])
 
 
 def _light(v2: Any, height: int, width: int) -> Sequence[Transform]:
@@ -188,7 +332,7 @@ def _jpeg_traces(pixels: torch.Tensor) -> Image.Image:
 BUILT_IN = {"light": _light, "geometric": _geometric, "document": _document}
 KNOWN = (
     f"one of {', '.join(BUILT_IN)}, an import path module:function, a function that takes and gives a PIL image, a transform of "
-    "torchvision, or a list of {name: RandomRotation, degrees: 5}"
+    "torchvision or albumentations, or a list of {name: RandomRotation, degrees: 5}"
 )
 
 

@@ -145,6 +145,11 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         name, model = str(model), load_pretrained(model, options)
     innermost = innermost_model(model)
     wanted = NUM_LABELS.get(options.task)
+    if given and wanted is not None and not any(hasattr(innermost, head) for head in HEAD_NAMES):
+        raise ValueError(
+            f"{CLASSIFIERS[options.task][0]}; the model that was given, a {type(innermost).__name__}, has no head for them. Give "
+            "its name or the path of its folder instead of the loaded model: the head is added when it is loaded."
+        )
     if wanted is not None and innermost.config.num_labels != wanted:
         raise ValueError(
             f"{CLASSIFIERS[options.task][0]}; {name} has num_labels={innermost.config.num_labels}. "
@@ -273,7 +278,7 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
     if options.vision is not None and kwargs.get("quantization_config") is not None:
         kwargs["quantization_config"] = without_vision(kwargs["quantization_config"], options.vision)
     auto_class = _auto_class(model, options)
-    with _named("model", path), nullcontext() if options.sharded else loading_whole():
+    with errors_named("model", path), nullcontext() if options.sharded else loading_whole():
         loaded = auto_class.from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
 
@@ -327,7 +332,7 @@ class CannotLoad(OSError, ValueError):
 
 
 @contextmanager
-def _named(what: str, source: str) -> Iterator[None]:
+def errors_named(what: str, source: str) -> Iterator[None]:
     """Whatever a library says about a file becomes one sentence that names the model."""
     try:
         yield
@@ -372,7 +377,7 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
             raise ValueError("This model does not know where it came from: pass its tokenizer as `processing_class`.")
     else:
         source, kwargs = locate(model, init_kwargs)
-    with _named("tokenizer", source):
+    with errors_named("tokenizer", source):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **_of_files(kwargs))
 
 
@@ -388,7 +393,7 @@ def load_processing_class(
     if not source or not sees_images(found):
         return load_tokenizer(model, init_kwargs, trust_remote_code)
     refuse_by_name(found)
-    with _named("processor", source):
+    with errors_named("processor", source):
         return load_processor(source, trust_remote_code, **_of_files(kwargs))
 
 

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
+from transformers.utils.hub import has_file
 
 from posttrain.models.load.adapters import keep_trainable
-from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
+from posttrain.models.load.image_models import load_processor, sees_images
+from posttrain.models.load.model import LoadOptions, config_of_model, errors_named, load_pretrained, load_tokenizer
 from posttrain.models.load.vocabulary import fit_embeddings
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 
@@ -60,6 +63,32 @@ class SavedModel:
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         source = self.path if self.has_tokenizer or self.base is None else self.base
         return load_tokenizer(source, None, trust_remote_code)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it is a model of images and text."""
+        return sees_images(config_of_model(self.base or self.path))
+
+    def processor(self, trust_remote_code: bool = False) -> Any | None:
+        """What makes tokens and pixels of images, from its own folder, else from that of its base, with its own tokenizer and chat
+        template. None: neither has one, or the model reads texts only."""
+        if self.task == CAUSAL_LM and not self.sees:  # of classifiers there are those that see and are in no table
+            return None
+        for source in filter(None, (self.path, self.base)):
+            if any(has_file(source, name) for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME)):
+                with errors_named("processor", source):
+                    found = load_processor(source, trust_remote_code)
+                templates = [found.chat_template, found.tokenizer.chat_template]  # the first is the one that is used
+                if source != self.path and self.has_tokenizer:
+                    found.tokenizer = self.tokenizer(trust_remote_code)
+                    templates.insert(0, found.tokenizer.chat_template)
+                found.chat_template = next(filter(None, templates), None)
+                return found
+        return None
+
+    def processing_class(self, trust_remote_code: bool = False) -> Any:
+        """Its processor, or its tokenizer where it has none."""
+        return self.processor(trust_remote_code) or self.tokenizer(trust_remote_code)
 
     def quantization(self) -> dict[str, Any] | None:
         """How the base of an adapter was quantised in training; None: it was not, or was not written down."""
@@ -151,6 +180,10 @@ def _task_of(folder: Path) -> str:
     if "step_separator" in config:  # of a process reward model; one that sees is of its family's own class
         return TOKEN_LABELS
     named = config.get("architectures") or [""]
+    if (
+        named[0].endswith("ForConditionalGeneration") and len(config.get("id2label", ())) == 1
+    ):  # a reward model that sees
+        return SEQUENCE_REWARD
     kinds = {"ForSequenceClassification": SEQUENCE_REWARD, "ForTokenClassification": TOKEN_LABELS}
     return next((task for ending, task in kinds.items() if named[0].endswith(ending)), CAUSAL_LM)
 

@@ -72,6 +72,8 @@ class RunIdentity:
             for f in dataclasses.fields(args)
             if f.init and f.name not in FREE_TO_CHANGE and not f.name.startswith("_")
         }
+        if "image_augmentation" in options:  # an import path is the same text whatever it leads to
+            options["image_augmentation"] = _plain(described(args.image_augmentation))
         options["world_size"] = args.world_size  # each process has random numbers and sums of its own
         options |= {f"{GIVEN}{name}": _plain(value) for name, value in parts.items()}
         report: PreparationReport | None = getattr(rows, "report", None)

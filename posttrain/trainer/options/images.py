@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ def unused_rate(reason: str) -> ValueError:
     return ValueError(
         f"`vision_learning_rate` is set, and neither tower nor projector is trained: {reason}. Leave it out, or train them."
     )
+
+
+def _mapping(name: str, given: Any) -> dict[str, Any] | None:
+    """Of JSON text, or as it is."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(
+            f'`{name}` is {given!r}, which is not JSON ({error}); it must look like {{"do_image_splitting": false}}.'
+        ) from error
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(
+            f'`{name}` is {given!r}; it must be a mapping of options to values: {{"do_image_splitting": false}}.'
+        )
+    return found
 
 
 @dataclass
@@ -40,7 +56,8 @@ class ImageConfig:
     image_augmentation: list[dict[str, Any]] | str | None = option(
         None,
         "What training images go through, drawn anew in every epoch: light, geometric, document, an import path module:function, a "
-        "list of {name: RandomRotation, degrees: 5} (transforms of torchvision), or in Python any function of PIL images.",
+        "list of {name: RandomRotation, degrees: 5} (transforms of torchvision; of Pillow by names such as ImageOps.autocontrast), "
+        "or in Python any function of PIL images, or transforms of albumentations.",
     )
     image_root: str | None = option(
         None, "Folder that relative paths of images start from; nothing outside of it is opened. None: any path is."
@@ -78,8 +95,7 @@ class ImageConfig:
     def __post_init__(self) -> None:
         self.chooses_workers = self.dataloader_num_workers is None
         self.dataloader_num_workers = self.dataloader_num_workers or 0  # until it is known what images rows have
-        if isinstance(self.image_processor_kwargs, str):
-            self.image_processor_kwargs = json.loads(self.image_processor_kwargs)
+        self.image_processor_kwargs = _mapping("image_processor_kwargs", self.image_processor_kwargs)
         super().__post_init__()
         if self.check_images not in (AUTO, DECODE, HEADER):
             raise ValueError(f"`check_images` is {self.check_images!r}; it must be one of {AUTO}, {DECODE}, {HEADER}.")
@@ -87,12 +103,14 @@ class ImageConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+        if (self.min_pixels or 0) > (self.max_pixels or math.inf):
+            raise ValueError(f"`min_pixels` is {self.min_pixels}, more than `max_pixels`, which is {self.max_pixels}.")
         if self.vision_learning_rate is not None:
             check_range("vision_learning_rate", self.vision_learning_rate, 0)
             if {TOWER, PROJECTOR} <= {*self.frozen_parts}:
                 raise unused_rate("`freeze_vision_tower` and `freeze_multi_modal_projector` are set")
         if self.image_augmentation is not None:
-            self.augmentation()
+            self.augmentation().try_out()
             if getattr(self, "precompute_ref_log_probs", False):
                 raise ValueError(
                     "`precompute_ref_log_probs` keeps the reference's numbers about plain images, and `image_augmentation` changes "
