@@ -143,6 +143,8 @@ class OnlineTrainer(BaseTrainer):
         if self.rewards.compares_groups:
             self.args.refuse_lone_completions(self.rewards.names[0])
         refuse_given_engine(engine, self.args)
+        if self.args.async_rollouts:
+            refuse_async(self, has_given_engine=engine is not None)
         fit_memory(self)
         self.shown_images = self._shown_images() if self.args.use_vllm or engine is not None else None
         self.engine = engine if engine is not None else self._make_engine()
@@ -166,8 +168,6 @@ class OnlineTrainer(BaseTrainer):
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
-        if self.args.async_rollouts:
-            refuse_async(self, has_given_engine=engine is not None)
 
     def reserved_bytes(self) -> float:
         return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory

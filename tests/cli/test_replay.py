@@ -14,6 +14,9 @@ ASYNC = {"async_rollouts": True, "async_lead": 1, "keep_journal": True, "max_ste
 
 def test_a_run_is_repeated_and_compared(folder, capsys):
     assert posttrain("grpo", *flags({**options_of("grpo"), **ASYNC})) == 0
+    assert posttrain("replay", "out-grpo", "--output_dir=elsewhere") == 0
+    assert "all weights are those of out-grpo, to the bit." in capsys.readouterr().out
+    assert [(folder / name).exists() for name in ("elsewhere/model.safetensors", "out-grpo-replay")] == [True, False]
     assert posttrain("replay", "out-grpo") == 0
     assert "all weights are those of out-grpo, to the bit." in capsys.readouterr().out
     weights = load_file("out-grpo-replay/model.safetensors")

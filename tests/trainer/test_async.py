@@ -17,15 +17,16 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.core import faults
 from posttrain.losses.importance import age_correction
 from posttrain.rollout.feed.group import Group
-from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.journal import Journal, JournalNotWritten
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.worker import RolloutWorker
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, versions_of
 from posttrain.rollout.store import read_rollouts
-from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
+from posttrain.trainer.online.async_rollouts import AsyncRollouts
 from tests.forked import Child, start_group, wait_for_group
 from tests.forked_workers import forked_workers  # noqa: F401
 from tests.forked_workers import use as use_forked_workers
@@ -173,22 +174,25 @@ def test_in_order_any_number_of_workers_under_any_delays_writes_the_plain_loop(
     assert written(tmp_path / "found") == written(tmp_path / "wanted")
 
 
-def assert_ages_are_those_of_the_journal(folder, bound, masks):
-    """What was logged of each step is what its groups say, token by token; and of its oldest what the store says."""
+def assert_ages_are_those_of_the_journal(folder, bound, masks, steps=1):
+    """What was logged of each window is what its groups say, token by token; and of its oldest what the store says. A window of
+    several steps trains on the same tokens in its last one, where they are oldest."""
     journal, stored = Journal(folder), written(folder)
     lines = {line["step"]: line for line in logged(folder) if "async/token_age/max" in line}
     assert len(lines) == len(journal.windows())
     for (window, _), entry in journal.windows().items():
         groups = [Group.from_bytes(journal.read(number), lambda row: NO_ROW) for number in entry["numbers"]]
         rollouts = [rollout for group in groups for rollout in group.written.rollouts]
-        ages = np.concatenate([window - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts])
+        last = (window + 1) * steps - 1
+        ages = np.concatenate([last - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts])
         ages = ages[ages <= bound] if masks else ages
-        line = lines[window + 1]
+        line = lines[window * steps + 1]
         assert line["async/token_age/mean"] == pytest.approx(ages.mean())
         assert line["async/token_age/p95"] == pytest.approx(np.percentile(ages, 95))
         assert (line["async/token_age/max"], ages.max() <= bound) == (ages.max(), True)
-        oldest = max(window - row["policy_version"] for row in stored if row["step"] == window + 1)
-        assert line["async/group_age/max"] == oldest == max(window - group.label for group in groups)
+        assert line["async/bound_used"] == ages.max() / bound
+        oldest = max(last - row["policy_version"] for row in stored if row["step"] == window * steps + 1)
+        assert line["async/group_age/max"] == oldest == max(last - group.label for group in groups)
 
 
 NO_ROW = PromptRow(np.arange(2), "", {}, 0)
@@ -234,6 +238,23 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
     assert max(line.get("sync/worker_paused_s", 0) for line in lines) > 0
 
 
+def test_ages_are_those_of_the_last_step_of_a_window(tmp_path):
+    """Two micro-batches, twice each: the bound of 7 is reached by what was written a window before."""
+    options = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
+    run(
+        tmp_path,
+        async_rollouts=True,
+        async_lead=1,
+        async_order="in_order",
+        max_staleness=7,
+        max_steps=12,
+        keep_journal=True,
+        **options,
+    )
+    assert_ages_are_those_of_the_journal(tmp_path, 7, masks=False, steps=4)
+    assert [line["async/bound_used"] for line in logged(tmp_path) if "async/lead" in line] == [3 / 7, 1.0, 1.0]
+
+
 # ---- kills ---------------------------------------------------------------------------------------------------------------
 
 AHEAD = {"async_rollouts": True, "max_steps": 9, "save_strategy": "steps", "save_steps": 3}
@@ -259,9 +280,9 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in logged(folder) if "loss" in line}
 
 
-def resumed(folder, **options):
+def resumed(folder, resume_from=None, **options):
     made = trainer(folder, **{"rewards": odd_sums, **NATIVE, **options})
-    made.train(resume_from_checkpoint=True)
+    made.train(resume_from_checkpoint=True if resume_from is None else str(resume_from))
     made.close()
     return made
 
@@ -290,6 +311,39 @@ def test_whatever_the_order_the_steps_before_a_kill_are_repeated_from_the_journa
     assert {number: row for number, row in {r["step"]: r for r in written(tmp_path)}.items() if number in kept} == kept
     groups = [row["group"] for row in written(tmp_path) if row["sample"] == 0]
     assert len(groups) == len(set(groups)) == 18
+
+
+SHORT = {"async_rollouts": True, "async_order": "in_order", "save_strategy": "steps", "save_steps": 2}
+
+
+def assert_same_end(one, other):
+    assert all(torch.equal(left, right) for left, right in zip(weights(one).values(), weights(other).values()))
+
+
+def test_a_run_whose_disk_is_full_says_so_and_is_resumed(tmp_path):
+    options = {**SHORT, "async_lead": 1, "max_steps": 4}
+    whole = run(tmp_path / "whole", **options)
+    faults.arm("oserror:journal:4")
+    try:
+        with pytest.raises(JournalNotWritten, match=r"could not be written to .*rollout_journal/process-0 .*Make room"):
+            run(tmp_path / "full", **options)
+    finally:
+        faults.arm(None)
+    assert_same_end(whole, resumed(tmp_path / "full", **options))
+    assert written(tmp_path / "full") == written(tmp_path / "whole")
+
+
+def test_in_order_a_damaged_journal_is_said_at_once_and_an_earlier_checkpoint_is_exact(tmp_path):
+    """The run waited `heartbeat_stale_after_s` for a group that nobody could write, and spoke of slow episodes."""
+    options = {**SHORT, "async_lead": 2, "max_steps": 6}
+    whole = run(tmp_path, **options)
+    path, start = Journal(tmp_path).places[8]
+    content = bytearray(path.read_bytes())
+    content[start + 300] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"numbers 8: .* checkpoint of step 2 or before"):
+        resumed(tmp_path, tmp_path / "checkpoint-4", **options)
+    assert_same_end(whole, resumed(tmp_path, tmp_path / "checkpoint-2", **options))
 
 
 # ---- several processes ---------------------------------------------------------------------------------------------------
@@ -327,13 +381,6 @@ def test_two_processes_write_what_one_does(tmp_path, lead, fsdp, workers):
     assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
     assert [row["policy_version"] for row in one] == [row["policy_version"] for row in two]
     np.testing.assert_allclose(*([row["advantage"] for row in rows] for rows in (one, two)), atol=1e-6)
-
-
-def test_a_group_on_two_processes_is_refused(tmp_path, monkeypatch):
-    made = trainer(tmp_path, odd_sums, **NATIVE)
-    monkeypatch.setattr(type(made.args.schedule()), "splits_groups", True)
-    with pytest.raises(ValueError, match="some lie on several processes"):
-        refuse_async(made)
 
 
 def test_an_engine_that_is_given_is_refused(tmp_path):

@@ -116,6 +116,15 @@ def test_segments_that_no_checkpoint_needs_go(tmp_path, monkeypatch):
         replayed(tmp_path / "again", tmp_path / "short", **options)
 
 
+def test_without_checkpoints_what_was_trained_on_goes(tmp_path, monkeypatch):
+    """It grew without bound, by 18 groups here: only a checkpoint that was saved made room."""
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 1)
+    options = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "save_strategy": "no"}
+    made = run(tmp_path, **options, max_steps=8)
+    assert made.state.global_step == 8
+    assert len([*tmp_path.rglob("*.seg")]) <= 6
+
+
 def test_a_killed_run_has_what_its_checkpoint_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 1)
     options = {**AHEAD, **FREE, "keep_journal": False, "keep_rollouts": True, "save_total_limit": 2}

@@ -17,9 +17,11 @@ from transformers import TrainerCallback
 from posttrain.rollout.engines.native.engine import NativeSession
 from posttrain.rollout.feed import feed, remote
 from posttrain.rollout.feed.ledger import Ledger
+from posttrain.trainer.online import async_rollouts
 from tests import tiny
 from tests.forked_workers import LAUNCHED, forked_workers  # noqa: F401
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
+from tests.waiting import eventually
 
 EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 2, "max_steps": 8}
 forked = pytest.mark.usefixtures("forked_workers")
@@ -227,6 +229,32 @@ def test_a_mistake_in_a_worker_is_shown_where_the_trainer_waits(tmp_path, monkey
     made.collector.writer.episodes = broken
     with pytest.raises(RuntimeError, match=r"(?s)Rollout worker-0 failed:.*a bug of mine"):
         made.train()
+    assert no_children()
+
+
+@forked
+@pytest.mark.slow
+def test_a_worker_whose_code_hangs_is_named_when_the_trainer_has_waited_for_it(tmp_path, monkeypatch):
+    """Its process lives, and nobody can tell a deadlock from long work: it is not replaced."""
+    monkeypatch.setattr(async_rollouts, "STOP_SECONDS", 0.1)
+
+    def hangs(rows, requests, params):
+        time.sleep(600)
+
+    made = trainer(tmp_path, odd_sums, rollout_engine="native", rollout_workers=1, **EXACT)
+    made.collector.writer.episodes = hangs
+
+    def lose_patience():
+        eventually(lambda: made.ahead is not None and made.ahead.feed.being_written())
+        made.ahead.feed.patience = 1.5
+
+    thread = threading.Thread(target=lose_patience)
+    thread.start()
+    with pytest.raises(
+        TimeoutError, match=r"`heartbeat_stale_after_s` is 1.5.*Being written: prompt 0 by worker-0 for"
+    ):
+        made.train()
+    thread.join()
     assert no_children()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.cli.commands import train
 from posttrain.cli.errors import UsageError
+from posttrain.cli.options.arguments import parse
 from posttrain.cli.running.run_record import CONFIG_FILE
 
 USAGE = """usage: posttrain replay RUN [--output_dir FOLDER] [--option value ...]
@@ -24,12 +25,10 @@ def main(words: list[str]) -> int:
     if not (run / CONFIG_FILE).is_file():
         raise UsageError(f"there is no {CONFIG_FILE} in {run}: name the folder of a run that `posttrain METHOD` began.")
     method = _recorded(run)["method"]
-    if "--output_dir" not in more:
-        more = ["--output_dir", f"{run}-replay", *more]
-    code = train.main(method, [str(run / CONFIG_FILE), "--replay_from", str(run), *more])
+    words = [str(run / CONFIG_FILE), "--replay_from", str(run), "--output_dir", f"{run}-replay", *more]
+    code = train.main(method, words)
     if code == 0:
-        again = Path(more[more.index("--output_dir") + 1])
-        sentence, is_same = compared(run, again)
+        sentence, is_same = compared(run, Path(parse(method, words).get("output_dir")))
         print(f"  replay      {sentence}")
         code = int(not is_same)
     return code

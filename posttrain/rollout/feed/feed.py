@@ -27,6 +27,7 @@ GATHER_SECONDS = 60.0  # for which workers that were started and have not asked 
 SAY_SECONDS = 10.0  # without a group, after which the log says who is waited for; then after twice as long
 STALE, ZERO_VARIANCE = "stale", "zero_variance"
 MANY = 2**31
+WRITTEN_AGAIN = "What cannot be read is written again, where its weights still exist."
 Found = TypeVar("Found")
 
 
@@ -40,7 +41,6 @@ class Feed:
         prompt_of: Callable[[int], tuple[int, int]],
         row_of: Callable[[int], Any],
         journal: Journal | None = None,
-        lease_seconds: float = float("inf"),
         patience: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,7 +48,7 @@ class Feed:
         for a window is given up after `patience` seconds without a group."""
         self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
         self.prompt_of, self.row_of = prompt_of, row_of
-        self.lease_seconds, self.patience = lease_seconds, patience
+        self.patience = patience
         self.ledger, self.idle = Ledger(), IdleTimes()
         self.groups: dict[int, Group] = {}  # finished, not taken
         self.windows = 0  # taken
@@ -59,6 +59,7 @@ class Feed:
         self._expected, self._expected_until = 1, 0.0  # workers that were started together
         self._round = 0  # of the last window: how often groups of it were replaced
         self._first_readable = 0  # number; a stream was read past what came before
+        self._dropped: dict[int, str] = {}  # since the last window was taken: the journal has them with the next
         self._taken_before: dict[Key, dict[str, Any]] = {}  # what a run before this one took, from the journal
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -109,6 +110,7 @@ class Feed:
         numbers, dropped = self._until(lambda: self._choice(key, count), f"window {key[0]} waits")
         if self._taken_before.pop(key, None) is None and self.journal is not None:
             self.journal.take(key, numbers, dropped)
+        self._dropped = {}
         self.ledger.take(numbers)
         now = self.clock()
         self.waited += now - began
@@ -172,9 +174,9 @@ class Feed:
             return replayed["numbers"], replayed["dropped"]
         # Rewards with noise, or a GPU, may find others to replace than the run before did: from here on it is another run.
         self._taken_before.clear()
-        dropped = self._drop_stale(key[0])
+        self._dropped |= self._drop_stale(key[0])
         choice = next_window(self.pace, self.ledger.live, key[0], self.lead.value, count)
-        return ([*choice.numbers], dropped) if choice.numbers else None
+        return ([*choice.numbers], self._dropped) if choice.numbers else None
 
     def _drop_stale(self, window: int) -> dict[int, str]:
         """Of `on_stale="drop"`: what neither this window nor a later one may take."""
@@ -227,7 +229,7 @@ class Feed:
             most, now = max(most, 0), self.clock()
             issue, written_again = self.ledger.issue, self._finished_beside(waiting[:most])
             issued = [
-                Work(number, issue(number, worker, label, now, self.lease_seconds), label, *self.prompt_of(number))
+                Work(number, issue(number, worker, label, now), label, *self.prompt_of(number))
                 for number in waiting[:most]
             ]
             issued += [Work(number, 0, label, *self.prompt_of(number), counts=False) for number in written_again]
@@ -255,6 +257,16 @@ class Feed:
         with self._changed:
             open_batches = (entry.batch for entry in self.ledger.live.values() if entry.fate != FINISHED)
             return min(open_batches, default=self.ledger.begun) if self.pace.order == IN_ORDER else self.ledger.begun
+
+    def oldest_open(self) -> int:
+        """The lowest number that is neither taken nor dropped."""
+        with self._changed:
+            return min(self.ledger.live, default=self.ledger.begun)
+
+    def forget_before(self, number: int) -> None:
+        """No checkpoint needs lower ones in the journal."""
+        with self._changed:
+            self.journal.remove_before(number)
 
     def _next_batch(self, label: int) -> list[int]:
         """In order, what was begun at once is issued at once: the last bits of a completion depend on what is written beside it.
@@ -377,7 +389,8 @@ class Feed:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Groups come from the journal, also those that were finished after the checkpoint: windows that were taken then are taken
-        again, the same groups in the same order, and what was finished and not taken is not written twice."""
+        again, the same groups in the same order, and what was finished and not taken is not written twice. `step` is the
+        checkpoint's by now: older weights are gone."""
         with self._changed:
             self.groups.clear()
             self.ledger.load_state(state["ledger"])
@@ -395,13 +408,29 @@ class Feed:
             lost = {k for k, taken in self._taken_before.items() if not self.groups.keys() >= {*taken["numbers"]}}
             for key in [key for key in self._taken_before if lost and key >= min(lost)]:
                 del self._taken_before[key]
+            self.journal.say_damage(WRITTEN_AGAIN)
+            self._refuse_unwritable()
+
+    def _refuse_unwritable(self) -> None:
+        """In order: raise for groups that only weights of before the checkpoint could write."""
+        live = self.ledger.live
+        lost = [n for n, entry in live.items() if entry.fate != FINISHED and entry.label < self.step]
+        if self.pace.order != IN_ORDER or not lost:
+            return
+        named, oldest = ", ".join(map(str, sorted(lost)[:8])), min(live[number].label for number in lost)
+        raise ValueError(
+            f"{self.journal.folder} has no readable group of the prompts with the numbers {named}: it is damaged, or files are "
+            f"missing. In order the weights of step {oldest} write them, and those are gone at step {self.step}. Resume from a "
+            f"checkpoint of step {oldest} or before (`resume_from_checkpoint='OUTPUT/checkpoint-N'`), or let the newest weights "
+            "write them: `async_order='window'` and `resume_allow_changes=['async_order', 'update_in_flight']`."
+        )
 
     def _adopt(self, number: int) -> None:
         """A group that the journal has is finished; one that it has not is written, once more."""
         content, ledger, entry = self.journal.read(number), self.ledger, self.ledger.live[number]
         if content is None:
             entry.fate = PLANNED
-            return
+            return self.journal.say_damage(WRITTEN_AGAIN)
         group = self.groups[number] = Group.from_bytes(content, self.row_of)
         if entry.fate != FINISHED:
             ledger.finish(number, ledger.issue(number, "", group.label), "")

@@ -3,8 +3,8 @@
     planned -> issued -> finished -> taken            each of them -> dropped, with a reason
 
 A number that was begun has one fate, whatever dies: it is trained on once, or dropped and counted. An issue is a *lease*: it has an
-attempt number and ends by its result, by the death of its worker or by its deadline. Only then is the number issued again, with the
-next attempt, and the result of an older attempt is refused. No thread and no clock here: one owner calls, and brings its seconds.
+attempt number and ends by its result or by the end of its worker. Only then is the number issued again, with the next attempt, and
+the result of an older attempt is refused. No thread and no clock here: one owner calls, and brings its seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Entry:
     label: int = 0  # of the weights that it was planned, then last issued, with
     attempt: int = 0  # issues so far; the last one counts
     worker: str = ""
-    until: float = 0.0  # when its lease ends, by the owner's clock
-    since: float = 0.0  # when it was issued
+    since: float = 0.0  # when it was issued, by the owner's clock
     place: int = -1  # among finished groups, in the order in which they finished
     digest: str = ""  # of the finished group
     batch: int = -1  # the first of the numbers that were begun at once
@@ -50,18 +49,13 @@ class Ledger:
         self.live[number] = Entry(label=label, batch=batch, batch_size=batch_size)
         return number
 
-    def issue(self, number: int, worker: str, label: int, now: float = 0.0, seconds: float = float("inf")) -> int:
+    def issue(self, number: int, worker: str, label: int, now: float = 0.0) -> int:
         """The attempt that `worker` now has a lease for."""
         entry = self._entry(number, PLANNED)
         entry.fate, entry.worker, entry.label = ISSUED, worker, label
-        entry.since, entry.until, entry.attempt = now, now + seconds, entry.attempt + 1
+        entry.since, entry.attempt = now, entry.attempt + 1
         self.totals[REISSUED] += entry.attempt > 1
         return entry.attempt
-
-    def extend(self, number: int, attempt: int, until: float) -> None:
-        """There is progress."""
-        if self._is_current(number, attempt):
-            self.live[number].until = until
 
     def give_back(self, number: int, attempt: int) -> bool:
         """The lease ended without a result: the number waits to be issued again. False: it was not the current one."""
@@ -120,9 +114,6 @@ class Ledger:
     def holds(self, worker: str) -> bool:
         return any(entry.fate == ISSUED and entry.worker == worker for entry in self.live.values())
 
-    def overdue(self, now: float) -> list[int]:
-        return [n for n, entry in self.live.items() if entry.fate == ISSUED and entry.until <= now]
-
     @property
     def dropped(self) -> int:
         return sum(count for name, count in self.totals.items() if name.startswith(DROPPED))
@@ -136,7 +127,11 @@ class Ledger:
     def load_state(self, state: dict[str, Any]) -> None:
         """Leases end with the process that gave them: what was issued is planned again."""
         self.begun, self.totals = state["begun"], Counter(state["totals"])
-        self.live = {number: Entry(**entry) for number, entry in state["live"].items()}
+        known = Entry.__dataclass_fields__.keys()  # a checkpoint of an older version has more
+        self.live = {
+            number: Entry(**{name: entry[name] for name in entry.keys() & known})
+            for number, entry in state["live"].items()
+        }
         for entry in self.live.values():
             if entry.fate == ISSUED:
                 entry.fate = PLANNED

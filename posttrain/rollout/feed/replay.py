@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.rollout.feed.feed import ZERO_VARIANCE
 from posttrain.rollout.feed.group import Group
-from posttrain.rollout.feed.journal import FOLDER, Journal
+from posttrain.rollout.feed.journal import FOLDER, PROCESS, Journal
 from posttrain.rollout.feed.ledger import DROPPED, FINISHED, TAKEN, Ledger
 from posttrain.rollout.feed.pacing import Lead, Pace
+
+logger = logging.getLogger(__name__)
 
 
 class ReplayFeed:
@@ -20,7 +23,7 @@ class ReplayFeed:
         self, run: str | Path, process: int, processes: int, pace: Pace, lead: Lead, row_of: Callable[[int], Any]
     ) -> None:
         self.folder = Path(run) / FOLDER
-        found = len([*self.folder.glob("process-*")])
+        found = len([*self.folder.glob(f"{PROCESS}*")])
         if not found:
             raise ValueError(
                 f"There is no journal in {self.folder}: `replay_from` names the folder of a run with `async_rollouts`."
@@ -32,6 +35,13 @@ class ReplayFeed:
         self.journal = Journal(run, process)
         self._taken = self.journal.windows()
         self.pace, self.lead, self.row_of = pace, lead, row_of
+        self.journal.say_damage("A replay needs it.")
+        last = max(self._taken, default=(-1, 0))[0]
+        if last * pace.steps >= self.steps:
+            logger.warning(
+                f"{self.journal.folder} says what window {last} took, and not what window {self.steps // pace.steps} did: the "
+                f"replay ends with step {self.steps}."
+            )
         self.ledger, self.groups = Ledger(), {}
         self.windows, self.waited, self._round = 0, 0.0, 0
 
@@ -85,6 +95,8 @@ class ReplayFeed:
 
     def oldest_needed(self) -> int:
         return self.ledger.begun
+
+    oldest_open = oldest_needed
 
     def counts(self) -> dict[str, float]:
         return {"begun": self.ledger.begun, "in_flight": 0, "waiting": 0} | self.ledger.totals

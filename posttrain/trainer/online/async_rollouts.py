@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from posttrain.core.processes import RollCall
 from posttrain.models.sharding import reshard
@@ -48,7 +49,6 @@ from posttrain.trainer.online.agents import Agents
 from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.options.async_rollouts import RAY
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.options.vllm import COLOCATE
 
 STOP_SECONDS = 60.0
 OLDEST_SHOWN = 8
@@ -137,6 +137,8 @@ class AsyncRollouts(TrainerCallback):
         self.feed.trained(self.run.state.global_step)
         with self.roll_call.together():
             groups = self.feed.next_window()
+        if self.run.args.save_strategy == SaveStrategy.NO:  # else `on_save` does
+            self._trim([self.feed.oldest_open(), *self._needed.values()])
         now = time.monotonic()
         since, self._last_window = max(now - self._last_window, 1e-9), now
         idle = self.feed.waited / since
@@ -177,13 +179,13 @@ class AsyncRollouts(TrainerCallback):
         return self.feed.state()
 
     def _needs(self) -> None:
-        ledger = self.feed.ledger
-        self._needed[self.run.state.global_step] = min(ledger.live, default=ledger.begun)
+        self._needed[self.run.state.global_step] = self.feed.oldest_open()
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.is_resumed = True
         if not self.is_replay:
             self._next = min(state["ledger"]["live"], default=state["ledger"]["begun"])
+            self.feed.step = self.run.state.global_step
         self.feed.load_state(state)
         self._needs()
 
@@ -196,7 +198,7 @@ class AsyncRollouts(TrainerCallback):
     def _start(self) -> None:
         run, args = self.run, self.run.args
         if not self.is_resumed:
-            self.journal.forget()
+            self.journal.forget(args.world_size)
         step = run.state.global_step
         self.feed.trained(step)
         episodes = run.collector.writer.episodes
@@ -288,11 +290,16 @@ class AsyncRollouts(TrainerCallback):
     # ---- as a callback -----------------------------------------------------------------------------------------------
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Of the journal, what no checkpoint needs may go. One that an earlier start left may need all."""
+        self._trim()
+
+    def _trim(self, also: Sequence[int] = ()) -> None:
+        """Of the journal, what no checkpoint needs may go, up to `also`. One that an earlier start left may need all."""
+        args = self.run.args
         names = (path.name.removeprefix("checkpoint-") for path in Path(args.output_dir).glob("checkpoint-*"))
-        kept = [int(name) for name in names if name.isdigit()]  # and not those that are being written
-        if kept and not args.keep_journal and not self.is_replay and self._needed.keys() >= {*kept}:
-            self.journal.remove_before(min(self._needed[step] for step in kept))
+        kept = (int(name) for name in names if name.isdigit())  # and not those that are being written
+        needed = [*also, *(self._needed.get(step, 0) for step in kept)]
+        if needed and not args.keep_journal and not self.is_replay:
+            self.feed.forget_before(min(needed))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_replay and state.global_step >= self.feed.steps:  # it was stopped there
@@ -327,7 +334,7 @@ class AsyncRollouts(TrainerCallback):
     def _mask_old(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Tokens that are too old for the last step of their window are not trained."""
         pace, masked, trained = self.feed.pace, 0, 0
-        oldest = (self.feed.windows - 1) * pace.steps + pace.steps - 1 - pace.max_staleness
+        oldest = self.feed.windows * pace.steps - 1 - pace.max_staleness
         for rollout in rollouts:
             sample = rollout.sample
             is_old = sample.trained & (versions_of(rollout) < oldest)
@@ -343,7 +350,7 @@ class AsyncRollouts(TrainerCallback):
         return {f"sync/{name}_s": float(np.mean(measured)) for name, measured in seconds.items() if measured}
 
     def _numbers(self, groups: Sequence[Group], now: float) -> dict[str, float]:
-        step = (self.feed.windows - 1) * self.feed.pace.steps
+        step = self.feed.windows * self.feed.pace.steps - 1  # the last one that trains on them
         ages = step - np.concatenate([trained_labels(group) for group in groups])
         seconds = [group.seconds for group in groups]
         return {
@@ -427,8 +434,9 @@ def asks_live_environments(reward: Any) -> bool:
 
 
 def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
-    """What cannot be written beside the training."""
+    """What cannot be written beside the training, and is not seen by the options alone: before an engine is made."""
     args = run.args
+    args.check_writers()
     if has_given_engine and not args.use_vllm and (args.async_lead != 0 or args.rollout_workers is not None):
         raise ValueError(
             "`engine` is given, and rollouts beside training use an engine of their own, over a copy of the weights: leave "
@@ -436,21 +444,6 @@ def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
         )
     if run.rollout_func is not None:
         raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
-    if args.use_vllm and args.vllm_mode == COLOCATE:
-        raise ValueError(
-            "vLLM in this process takes turns with the training: `vllm_mode='server'` writes beside it, and so does our own engine."
-        )
-    if args.use_vllm and args.kv_after_update == KEEP:
-        raise ValueError("Servers compute keys and values of new weights again: leave `kv_after_update` out.")
-    if args.use_vllm and args.rollout_workers is not None:
-        raise ValueError(
-            "`rollout_workers` are processes of our own engine, and `use_vllm` says that vLLM writes: leave one out."
-        )
-    if args.use_vllm and args.async_order == IN_ORDER and args.async_lead:
-        raise ValueError(
-            "In order, a group is written by the weights of exactly `async_lead` steps before, and servers have the newest alone: "
-            "take `async_order='window'`, or our own engine."
-        )
     if args.rollout_workers == RAY and run.agents is not None and run.agents.shows_images:
         raise ValueError(
             "Tools or environments return images, which a worker keeps in `OUTPUT/media`, and actors of Ray may not have that "
@@ -461,11 +454,6 @@ def refuse_async(run: WrittenAhead, has_given_engine: bool = False) -> None:
         raise ValueError(
             f"The reward {asking[0]} takes `environments`, and worker processes keep theirs: give the environment a method "
             "`get_reward`, or leave `rollout_workers` out, and a thread writes."
-        )
-    if args.schedule().splits_groups:
-        raise ValueError(
-            "Each process writes the groups that it trains on, and here some lie on several processes: make "
-            "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
         )
     others = sorted(run.authors() - {POLICY, DATASET})
     if others and args.rollout_workers is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from posttrain.core.options import option
 from posttrain.rollout.feed.pacing import DROP, FIRST_FINISHED, IN_ORDER, MASK, WAIT, WINDOW, Lead, Pace
 from posttrain.rollout.feed.worker import CONTINUE, FINISH, KEEP, RECOMPUTE, RESTART
 from posttrain.trainer.options.base import check_choice, check_range
+from posttrain.trainer.options.vllm import COLOCATE
 
 AUTO, RAY = "auto", "ray"
 STEP_START, SAMPLER = "step_start", "sampler"
@@ -98,8 +101,7 @@ class AsyncConfig:
                 raise ValueError(f"`{ignored[0]}` is set, but `async_rollouts` is not: it would have no effect.")
             return
         if self.async_lead != AUTO:
-            self.async_lead = float(self.async_lead)
-            check_range("async_lead", self.async_lead, 0)
+            self.async_lead = _number_of_windows(self.async_lead)
         check_choice("async_order", self.async_order, (IN_ORDER, WINDOW, FIRST_FINISHED))
         check_choice("on_stale", self.on_stale, (WAIT, MASK, DROP))
         check_choice("kv_after_update", self.kv_after_update, (RECOMPUTE, KEEP))
@@ -109,12 +111,18 @@ class AsyncConfig:
                 f"`proximal_policy` is 'sampler', and the loss of {type(self).__name__} clips no ratio of two policies that could "
                 "be centred on it: leave it out."
             )
-        check_range("max_staleness", self.max_staleness, 0)
-        check_range("weight_sync_steps", self.weight_sync_steps, 1)
+        lows = {"max_staleness": 0, "weight_sync_steps": 1, "queue_maxsize": 1, "max_inflight_tasks": -1}
+        for name, low in lows.items():
+            _check_whole(name, getattr(self, name), low)
         check_range("heartbeat_stale_after_s", self.heartbeat_stale_after_s, 0, open_low=True)
         if self.replay_from is not None and Path(self.replay_from).resolve() == Path(self.output_dir).resolve():
             raise ValueError(
                 f"`replay_from` and `output_dir` are both {self.output_dir}: write the replay somewhere else."
+            )
+        if self.schedule().splits_groups:
+            raise ValueError(
+                "Each process writes the groups that it trains on, and here some lie on several processes: make "
+                "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
             )
         share = self.schedule().share
         if self.queue_maxsize < share:
@@ -125,6 +133,13 @@ class AsyncConfig:
         if self.max_inflight_tasks != -1:
             check_range("max_inflight_tasks", self.max_inflight_tasks, self.num_generations)
         self._check_workers()
+        self._check_updates()
+        self.check_writers()
+        pace = self.pace()
+        pace.check(0 if self.async_lead == AUTO else self.async_lead)
+
+    def _check_updates(self) -> None:
+        """Of completions that are being written when new weights arrive."""
         is_exact = self.async_order == IN_ORDER
         if self.update_in_flight is None:
             self.update_in_flight = FINISH if is_exact else CONTINUE
@@ -138,27 +153,49 @@ class AsyncConfig:
                 "`async_order='in_order'` needs `update_in_flight='finish'` and `on_stale='wait'`: a completion is written by one "
                 "version of the weights, whenever it is written."
             )
-        pace = self.pace()
-        pace.check(0 if self.async_lead == AUTO else self.async_lead)
+        if self.kv_after_update == KEEP and (self.update_in_flight != CONTINUE or self.async_lead == 0):
+            why = "`async_lead` is 0" if self.async_lead == 0 else f"`update_in_flight` is {self.update_in_flight!r}"
+            raise ValueError(
+                f"`kv_after_update` is 'keep', and {why}: no completion goes on with new weights, so that it would have "
+                "no effect. Leave it out."
+            )
+
+    def check_writers(self) -> None:
+        """Raise for what those cannot do who write. Asked again by a trainer: `use_vllm` may have been left to what it finds."""
+        if self.use_vllm and self.vllm_mode == COLOCATE:
+            raise ValueError(
+                "vLLM in this process takes turns with the training: `vllm_mode='server'` writes beside it, and so does our own "
+                "engine."
+            )
+        if self.use_vllm and self.kv_after_update == KEEP:
+            raise ValueError("Servers compute keys and values of new weights again: leave `kv_after_update` out.")
+        if self.use_vllm and self.rollout_workers is not None:
+            raise ValueError(
+                "`rollout_workers` are processes of our own engine, and `use_vllm` says that vLLM writes: leave one out."
+            )
+        if self.use_vllm and self.async_order == IN_ORDER and self.async_lead:
+            raise ValueError(
+                "In order, a group is written by the weights of exactly `async_lead` steps before, and servers have the newest "
+                "alone: take `async_order='window'`, or our own engine."
+            )
+        reads_in_place = self.use_vllm is False and self.rollout_workers is None and self.sharding is None
+        if reads_in_place and self.async_lead == 0 and self.weight_sync_steps > 1:
+            raise ValueError(
+                f"`weight_sync_steps` is {self.weight_sync_steps} and `async_lead` 0: a thread writes with the trainer's own "
+                "weights, and nothing is sent, so that it would have no effect. Leave it out."
+            )
 
     def _check_workers(self) -> None:
         if self.rollout_workers == RAY:
-            check_range("ray_workers", self.ray_workers, 1)
-            if isinstance(self.worker_resources, str):
-                self.worker_resources = json.loads(self.worker_resources)
-            for name, amount in (self.worker_resources or {}).items():
-                check_range(f"worker_resources[{name!r}]", amount, 0)
+            _check_whole("ray_workers", self.ray_workers, 1)
+            self.worker_resources = _resources(self.worker_resources)
             return
         if ignored := sorted({"ray_workers", "ray_address", "worker_resources"} & self.set_by_user()):
             raise ValueError(f"`{ignored[0]}` is set, and `rollout_workers` is not 'ray': it would have no effect.")
-        if isinstance(self.rollout_workers, str):
-            if not self.rollout_workers.isdecimal():
-                raise ValueError(
-                    f"`rollout_workers` is {self.rollout_workers!r}; it is a number of processes, or 'ray'."
-                )
+        if isinstance(self.rollout_workers, str) and self.rollout_workers.isdecimal():
             self.rollout_workers = int(self.rollout_workers)
         if self.rollout_workers is not None:
-            check_range("rollout_workers", self.rollout_workers, 1)
+            _check_whole("rollout_workers", self.rollout_workers, 1, "a number of processes of 1 or more, or 'ray'")
 
     @property
     def centres_on_sampler(self) -> bool:
@@ -189,3 +226,34 @@ class AsyncConfig:
     def lead(self) -> Lead:
         adapts, most = self.async_lead == AUTO, float(self.pace().most_lead)
         return Lead(min(1.0, most) if adapts else self.async_lead, most, adapts)
+
+
+def _check_whole(name: str, value: Any, low: int, takes: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+        raise ValueError(f"`{name}` is {value!r}; it takes {takes or f'a whole number of {low} or more'}.")
+
+
+def _number_of_windows(lead: Any) -> float:
+    try:
+        found = -1.0 if isinstance(lead, bool) else float(lead)
+    except (TypeError, ValueError):
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"`async_lead` is {lead!r}; it takes a number of generations, 0 or more, or {AUTO!r}.")
+    return found
+
+
+def _resources(given: Any) -> dict[str, float] | None:
+    """Also of a text, as the command line has it."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = given
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(
+            f'`worker_resources` is {given!r}; it takes names with amounts, such as {{"GPU": 1, "CPU": 4}}.'
+        )
+    for name, amount in (found or {}).items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0:
+            raise ValueError(f"`worker_resources[{name!r}]` is {amount!r}; it takes a number of 0 or more.")
+    return found

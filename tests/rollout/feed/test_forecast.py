@@ -61,3 +61,16 @@ def test_whoever_is_not_waited_for_pays_with_age():
     assert strict.seconds > window.seconds >= first.seconds
     assert strict.oldest <= window.oldest <= 4 < first.oldest
     assert forecast(Pace(8, order=FIRST_FINISHED, on_stale=MASK), Lead(1.0, 4.0, adapts=True), parts).waits < 0.1
+
+
+@pytest.mark.parametrize(
+    ("mean", "sigma", "wanted"), [(0.67, 0.5, 1.2), (2.0, 0.5, 2.6), (2.0, 1.0, 2.6), (3.0, 0.1, 3.6)]
+)
+def test_the_lead_settles_within_25_windows(mean, sigma, wanted):
+    """First finished: groups of so many updates, from hardly different to heavy-tailed."""
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, 5000)
+    pace, parts = Pace(8, order=FIRST_FINISHED, on_stale=MASK), Parts(lambda n: drawn[n], 1.0)
+    for windows in (1, 15, 35, 75):
+        found = forecast(pace, Lead(1.0, 4.0, adapts=True), parts, windows=windows, warm_up=24)
+        assert found.lead == pytest.approx(wanted, abs=0.4), windows
+    assert found.waits < 0.03

@@ -325,7 +325,10 @@ def test_a_cluster_of_one_machine_does_not_hand_out_the_gpus_of_the_training(tmp
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"rollout_workers": "slurm"}, r"`rollout_workers` is 'slurm'; it is a number of processes, or 'ray'"),
+        (
+            {"rollout_workers": "slurm"},
+            r"`rollout_workers` is 'slurm'; it takes a number of processes of 1 or more, or 'ray'",
+        ),
         ({"ray_workers": 2}, r"`ray_workers` is set, and `rollout_workers` is not 'ray'"),
         ({"rollout_workers": "ray", "ray_workers": 0}, "ray_workers"),
         ({"rollout_workers": "ray", "worker_resources": '{"GPU": -1}'}, r"worker_resources\['GPU'\]"),
