@@ -159,7 +159,7 @@ class Journal:
         was never acted on."""
         path, found, whole = self.folder / WINDOWS, {}, self._whole_lines()
         if path.exists() and path.stat().st_size > len(whole):
-            self.damaged.append(f"{path}: the last line is cut off, and passed over: nobody acted on it.")
+            self.damaged.append(f"{path}: the last line is cut off, and passed over: it was never acted on.")
         for line in whole.splitlines():
             try:
                 entry = json.loads(line)

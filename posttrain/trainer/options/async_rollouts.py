@@ -156,7 +156,7 @@ class AsyncConfig:
         if self.kv_after_update == KEEP and (self.update_in_flight != CONTINUE or self.async_lead == 0):
             why = "`async_lead` is 0" if self.async_lead == 0 else f"`update_in_flight` is {self.update_in_flight!r}"
             raise ValueError(
-                f"`kv_after_update` is 'keep', and {why}: no completion goes on with new weights, so that it would have "
+                f"`kv_after_update` is 'keep', and {why}: no completion continues with new weights, so that it would have "
                 "no effect. Leave it out."
             )
 

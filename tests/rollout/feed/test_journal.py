@@ -18,7 +18,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(tmp_pa
     file.write_text(file.read_text()[:-cut])
     journal = Journal(tmp_path)
     assert sorted(journal.windows()) == [(0, 0), (1, 0)]
-    assert journal.damaged == [f"{file}: the last line is cut off, and passed over: nobody acted on it."]
+    assert journal.damaged == [f"{file}: the last line is cut off, and passed over: it was never acted on."]
     journal.take((2, 0), [7], {4: "stale"})
     journal.take((3, 0), [8], {})
     found = Journal(tmp_path)
