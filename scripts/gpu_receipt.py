@@ -59,7 +59,10 @@ CONCERNS = {
 
 
 def concerns(section: str, name: str) -> bool:
-    return section == "cuda" or section in name or name.startswith(CONCERNS[section])
+    """Tests of a section are no concern of another."""
+    if section == "cuda":
+        return not name.startswith("tests/gpu/") or not any(other in name for other in CONCERNS)
+    return section in name or name.startswith(CONCERNS[section])
 
 
 def files_of(section: str, root: Path = ROOT) -> dict[str, str]:
@@ -180,6 +183,7 @@ def run_images(options: list[str]) -> None:
 def changes(receipt: dict, section: str, root: Path = ROOT) -> list[str]:
     """Files that are not as they were tested, and tests that are missing."""
     then, now = receipt[section]["files"], files_of(section, root)
+    then = {name: digest for name, digest in then.items() if concerns(section, name)}
     found = [f"{name} ({'changed' if name in then and name in now else 'added' if name in now else 'removed'})"
              for name in sorted({*then, *now}) if then.get(name) != now.get(name)]  # fmt: skip
     run_files = {name.partition("::")[0] for name in receipt[section]["tests"]}

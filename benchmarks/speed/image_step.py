@@ -134,8 +134,8 @@ def gemma3_4b(config: Any, processor: Any) -> None:
     text.sliding_window, text.query_pre_attn_scalar, config.mm_tokens_per_image = 1024, 256, 256
     siglip_400m(config.vision_config, 896)
     processor.image_seq_length = 256
-    written = processor.image_token * 256
-    processor.full_image_sequence = f"\n\n{processor.boi_token}{written}{processor.tokenizer.eoi_token}\n\n"
+    words = processor.tokenizer
+    processor.full_image_sequence = f"\n\n{words.boi_token}{words.image_token * 256}{words.eoi_token}\n\n"
 
 
 SHAPES = {"qwen2_5_vl": qwen2_5_vl_3b, "smolvlm": smolvlm_2b, "gemma3": gemma3_4b}

@@ -120,6 +120,7 @@ class BaseTrainer(transformers.Trainer):
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
+        construction.refuse_nothing(train_dataset, "train")
         if self.vision is not None:
             self.vision.choose_workers(args, train_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
@@ -298,7 +299,9 @@ class BaseTrainer(transformers.Trainer):
     def _prepared_evaluation(self, dataset: Any) -> Any:
         if isinstance(dataset, dict):
             return {name: self._prepared(part, name) for name, part in dataset.items()}
-        return self._prepared(dataset, "eval")
+        rows = self._prepared(dataset, "eval")
+        construction.refuse_nothing(rows, "eval")
+        return rows
 
     def get_train_dataloader(self) -> UnitLoader:
         if self.train_dataset is None:

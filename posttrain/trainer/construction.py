@@ -293,13 +293,17 @@ def prepared_rows(
     options = PrepareOptions(**{**shared, **of_method})
     with args.main_process_first(desc=f"preparing the {name} dataset"):
         prepared = prepare_dataset(dataset, formats, renderer, options, name, args.dataset_num_proc)
-    if not isinstance(prepared, IterableDataset) and not len(prepared):
-        raise ValueError(f"No row of the {name} dataset is left.\n{prepared.report.summary()}")
     if args.should_log:
         say(prepared.report.summary())
     if vision is not None:
         vision.add(dataset, prepared, name)
     return prepared
+
+
+def refuse_nothing(rows: Any, name: str) -> None:
+    """Of a run: `check` says what is wrong with such a dataset. A stream has no length."""
+    if hasattr(rows, "__len__") and not len(rows):
+        raise ValueError(f"No row of the {name} dataset is left.\n{rows.report.summary()}")
 
 
 def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:

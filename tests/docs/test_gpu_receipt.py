@@ -44,6 +44,14 @@ def test_byte_code_and_the_receipt_itself_are_not_what_was_tested(tree):
     assert is_good(receipt, "cuda", tree)
 
 
+def test_tests_of_other_sections_may_change(tree):
+    receipt = receipt_of(tree, test_a="passed")
+    (tree / "tests" / "gpu" / "test_vllm.py").write_text("other")
+    assert is_good(receipt, "cuda", tree)
+    assert "tests/gpu/test_vllm.py" in files_of("vllm", tree)
+    assert "tests/gpu/test_vllm.py" not in files_of("cuda", tree)
+
+
 def test_what_changed_is_named(tree):
     receipt = receipt_of(tree, test_a="passed")
     (tree / "posttrain" / "a.py").write_text("other")
