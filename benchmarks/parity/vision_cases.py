@@ -14,6 +14,7 @@ FAMILIES = ("llava", "llava_next", "qwen2_5_vl", "gemma3", "internvl")
 ADAPTED = ("llava", "qwen2_5_vl", "gemma3")
 """Those that LoRA is compared for: the tower's modules have names of the language model's, too."""
 AS_TRL = {"loss_on_image_tokens": True}
+EVALUATION = {"eval_num_tokens": "eval-num-tokens"}
 OF_TOKENS = (*TOKEN_NUMBERS, "num_tokens")
 
 
@@ -112,6 +113,11 @@ VISION_CASES = [
         witness="sft-images-llava-on-white",
     ),
     one_split(sft("text-only", "llava", "messages")),
+    *(one_split(chats(family, "evaluation"), evaluation=True, differs=EVALUATION) for family in FAMILIES),
+    *(
+        one_split(seeing("dpo", "evaluation", family, "shown_pair"), evaluation=True, differs=EVALUATION)
+        for family in ADAPTED
+    ),
     *(adapted(sft("lora", family, "shown_prompt_completion")) for family in ADAPTED),
     *(adapted(seeing("dpo", "lora", family, "shown_pair")) for family in ADAPTED),
     *(adapted(chats(family, "lora-mixed", "sometimes_shown")) for family in ADAPTED[:2]),

@@ -24,7 +24,7 @@ def shown(family: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny = model(family)
         tiny.model.to(torch.bfloat16)
-        run = trainer(tiny, Path(folder), vllm_engine_args={"max_num_seqs": 16}, **options)
+        run = trainer(tiny, Path(folder), vllm_engine_args={"max_num_seqs": 16, "enforce_eager": True}, **options)
         try:
             found = []
             for version in (0, 1):
