@@ -9,8 +9,8 @@ There, one call after the other while the machine is kept, `cp .carry_vllm0/part
     mkdir /tmp/vllm; cat /tmp/part? | xz -dc | tar x -C /tmp/vllm; PYTHONPATH=/tmp/vllm:.carry python3 -c "from vllm import LLM"
 
 The rest can be sent while tests run: `.carry` first, then `cp -a . /tmp/tree && cd /tmp/tree && PYTHONPATH=.carry setsid nohup
-python3 scripts/gpu_receipt.py > /tmp/cuda.log &`, and the parts after it. What waits for a result there should give up where /tmp/tree is
-missing: a machine that stood idle was replaced by a bare one.
+python3 scripts/gpu_receipt.py > /tmp/cuda.log &`, and the parts after it. What waits for a result there should give up where
+/tmp/tree is missing: a machine that stood idle was replaced by a bare one.
 
 (`.carry` is that of `scripts/gpu_receipt.py --pack`; take transformers 5.19 out of its wheels for models with images.
 FlashAttention 4 wants /tmp/flash/nvidia_cutlass_dsl/dsl_packages on the path, too; 3 the CUDA runtime that it was linked with:
