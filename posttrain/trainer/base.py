@@ -119,8 +119,8 @@ class BaseTrainer(transformers.Trainer):
         self.renderer, self.vision = construction.renderer_of(model, processing_class, args, name)
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
-        eval_dataset = self._prepared_evaluation(eval_dataset)
         construction.refuse_nothing(train_dataset, "train")
+        eval_dataset = self._prepared_evaluation(eval_dataset)
         if self.vision is not None:
             self.vision.choose_workers(args, train_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
