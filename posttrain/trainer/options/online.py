@@ -265,14 +265,14 @@ class OnlineConfig(
             )
 
     def _take_old_names(self) -> None:
-        self._rename("max_prompt_length", "max_length")
-        self._rename("vllm_guided_decoding_regex", "vllm_structured_outputs_regex")
+        self._rename("max_prompt_length", self.max_prompt_length, "max_length")
+        self._rename("vllm_guided_decoding_regex", self.vllm_guided_decoding_regex, "vllm_structured_outputs_regex")
         if self.max_prompt_length is not None and "truncation_mode" not in self.set_by_user():
             self.truncation_mode = KEEP_END
 
-    def _rename(self, old: str, new: str) -> None:
+    def _rename(self, old: str, old_value: Any, new: str) -> None:
         """An option that may be given under either name."""
-        old_value, new_value = getattr(self, old), getattr(self, new)
+        new_value = getattr(self, new)
         if old_value is None:
             return
         if new_value not in (None, old_value):
